@@ -43,7 +43,7 @@ from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
 from benchmarks.support.figures import Figure, report
-from kintsugi_operator.controller.cluster import BLEND_SERVICE, RAY_JOB, RAY_SERVICE, ApiServer
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, RAY_SERVICE, ApiServer
 from kintsugi_operator.controller.metrics import WRITES
 from kintsugi_operator.controller.reconcile import LATER_S
 from tests.e2e.kubernetes.clusters import Kube, Operator, Team, kube, kubeconfig_for, team_of, until, why_not
@@ -79,9 +79,6 @@ class Keeper:
         for name in self.cluster.named(RAY_SERVICE.kind):
             self._kuberay.serve(name)
             await asyncio.sleep(0)
-        for name in self.cluster.named(RAY_JOB.kind):
-            self._kuberay.finish(name)
-            await asyncio.sleep(0)
         for name in self.cluster.named("Pod"):
             # An address that refuses at once: nobody waits for metrics that nobody has.
             pod = self.cluster.find("Pod", name)
@@ -115,14 +112,13 @@ class Stage:
         self._url = url
 
     def play_kuberay(self) -> None:
-        """All RayServices serve, and all RayJobs have ended."""
+        """All RayServices serve."""
         if self._url:
             with urllib.request.urlopen(f"{self._url}/play", timeout=300):
                 return
-        for name in self._names(RAY_SERVICE):
-            self.team.is_ready(name)
-        for name in self._names(RAY_JOB):
-            self.team.has_ended(name)
+        for one in self.team.kube.list(RAY_SERVICE, self.team.namespace):
+            if not one.get("status"):
+                self.team.is_ready(one["metadata"]["name"])
 
     def count_true(self, *conditions: str) -> int:
         """Number of services of which all the conditions are true."""
@@ -136,10 +132,6 @@ class Stage:
             for service in services
         ]
         return sum(held_here.issuperset(conditions) for held_here in held)
-
-    def _names(self, resource: Any) -> list[str]:
-        found = self.team.kube.list(resource, self.team.namespace)
-        return [str(one["metadata"]["name"]) for one in found if not one.get("status")]
 
 
 @contextlib.contextmanager
@@ -198,9 +190,8 @@ def measure(stage: Stage, services: int, seconds: float) -> dict[str, Any]:
             stage.team.make(f"service-{index}", store={"shards": 2, "tiers": [{"name": "nvme", "gib": 100}]})
         _wait_for(stage, operator, services, "Reconciled")
         settle_s = time.monotonic() - begun_s
-        for condition in ("Ready", "Calibrated"):
-            stage.play_kuberay()
-            _wait_for(stage, operator, services, condition)
+        stage.play_kuberay()
+        _wait_for(stage, operator, services, "Ready")
         stage.play_kuberay()
         _wait_until_idle(operator)
         before = Figures(operator)

@@ -144,7 +144,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, str]]:
     shard = Shard(RamTier(64 << 20), [disk], "shard")
     with ShardServer(shard, "127.0.0.1:0", ServerOptions(durable_by_default=True)) as store:
         url = f"grpc://{store.address}"
-        connector = {"allow_uncalibrated": True, "loading_controller": False}
+        connector = {"quality": "off", "loading_controller": False}
         arguments = {"max_model_len": 2048, "kv_cache_memory_bytes": 128 << 20}
         spec = AsyncSpec(str(bundled_checkpoint()), "tiny", url, extra_config=connector, vllm_args=arguments)
         engine = AsyncEngine(spec, await launch(spec, lambda binding: None))

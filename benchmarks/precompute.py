@@ -279,7 +279,7 @@ def engine_beside(at: Setting, config: dict[str, object], **arguments: Any) -> L
         "store": f"grpc://{at.address}",
         "lookup_deadline_ms": 30_000,
         "layer_deadline_ms": 30_000,
-        "allow_uncalibrated": True,  # random weights: there is nothing to calibrate
+        "quality": "off",  # random weights: there is nothing to calibrate
     }
     extra_config = {**patient, **config}
     return LocalEngine.start(at.model, extra_config=extra_config, dtype="bfloat16", **arguments, **at.engine)

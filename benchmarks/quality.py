@@ -1,13 +1,13 @@
-"""Quality of blended answers: selectors at equal cost, the gate, damage; and the same on a real model.
+"""Quality of blended answers: selectors at equal cost, codecs, damage; and the same on a real model.
 
-The sections `curve` to `damage` measure on the trained testbed model, with questions of the testbed's
-evaluation split. The section `family` compares the selectors on a model of another family, which it trains
-first if the cache has none. The section `real` measures on the reference model, in its chat form, with six
-passages of about 600 tokens. Configurations are chosen on some prompts and judged on others; intervals are
-95 %, prompts resampled. Speed is quoted for one configuration, whose quality stands beside it.
+The sections `curve`, `codecs` and `damage` measure on the trained testbed model, with questions of the
+testbed's evaluation split. The section `family` compares the selectors on a model of another family, which it
+trains first if the cache has none. The section `real` measures on the reference model, in its chat form, with
+six passages of about 600 tokens. Configurations are chosen on some prompts and judged on others; intervals
+are 95 %, prompts resampled. Speed is quoted for one configuration, whose quality stands beside it. What opens
+and closes blending is measured by `benchmarks/gate.py`.
 
-    python benchmarks/quality.py [--quick] [--save]
-        [--only curve,calibrate,default,damage,drift,evidence,family,real]
+    python benchmarks/quality.py [--quick] [--save] [--only curve,codecs,damage,family,real]
     python benchmarks/quality.py --only real --records FOLDER --minutes 8
 
 The last may be called again and again with the same folder: it goes on until everything is measured.
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 
-from benchmarks.support import calibrated, damage, drifts, evidence, family, quality_curve
+from benchmarks.support import codecs, damage, family, quality_curve
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.quality_curve import Setup
 from benchmarks.support.real import section
@@ -36,11 +36,8 @@ from benchmarks.support.testbed_questions import checkpoint
 
 SECTIONS = {
     "curve": quality_curve.measure,
-    "calibrate": calibrated.measure_calibrate,
-    "default": calibrated.measure_default,
+    "codecs": codecs.measure,
     "damage": damage.measure,
-    "drift": drifts.measure,
-    "evidence": evidence.measure,
     "family": lambda setup: family.measure(setup, setup.family_model),
     "real": lambda setup: section.measure(setup.real),
 }

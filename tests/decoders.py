@@ -8,18 +8,21 @@ fuzzer in `scripts/fuzz.py`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
 import xxhash
 from google.protobuf.message import DecodeError
 
+from kintsugi.core.documents import next_date, seal_document, supersedes
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, Unavailable, VersionMismatch
 from kintsugi.core.layout import HeadRange
-from kintsugi.core.report import CalibrationReport, _digest, _parse_report, supersedes
+from kintsugi.core.report import Report
 from kintsugi.rpc.v1 import catalog_pb2, directory_pb2
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import map_from_wire
@@ -38,6 +41,7 @@ from kintsugi.store.shard.tiers.lower_tier import (
 )
 from kintsugi.store.shard.tiers.ram_tier import ChunkPut, PutOptions, RamTier
 from tests.contracts.store_contract import make_chunk, make_mixed_chunk, make_report
+from tests.fakes.reports import open_report
 from tests.file_decoders import FILE_DECODERS, FILE_SEEDS
 from tests.front_decoders import FRONT_DECODERS, FRONT_SEEDS
 
@@ -164,17 +168,19 @@ def keys(data: bytes) -> None:
 
 
 def report(data: bytes) -> None:
-    """A calibration report under a wrong digest and under a right one: read or refused, and a new calibration
-    supersedes it."""
+    """A report under a wrong digest and under a right one: read or refused, and a later one supersedes it."""
     documents = [data]
-    with contextlib.suppress(Corrupted):
-        values = _parse_report(data)
-        values.pop("digest", None)
-        documents.append(json.dumps({**values, "digest": _digest(values)}).encode())
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(data)
+        if isinstance(values, dict):
+            values.pop("digest", None)
+            documents.append(seal_document(values))
+    now = datetime(2026, 1, 2, tzinfo=UTC)
     for document in documents:
         with contextlib.suppress(Corrupted, VersionMismatch):
-            CalibrationReport.from_bytes(document)
-        assert supersedes(REPORT.created_after(document).to_bytes(), document)
+            Report.from_bytes(document)
+        later = dataclasses.replace(REPORT, created=next_date(now, document))
+        assert supersedes(later.to_bytes(), document)
 
 
 DECODERS: dict[str, Callable[[bytes], None]] = {
@@ -229,6 +235,6 @@ def seeds(name: str) -> list[bytes]:
         ],
         "shard_map": [shards.SerializeToString()],
         "keys": [bytes([32]) + bytes(64)],
-        "report": [REPORT.to_bytes(), REPORT.as_tripped("KL", "2026-01-02T00:00:00+00:00").to_bytes()],
+        "report": [REPORT.to_bytes(), open_report().to_bytes()],
     }
     return found.get(name) or FRONT_SEEDS.get(name) or FILE_SEEDS.get(name, [b"\0"])

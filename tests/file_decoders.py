@@ -28,7 +28,6 @@ import pypdf
 from kintsugi.cli.commands.backup import INDEX, read_index
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound
 from kintsugi.core.layout import TOKENS_MAX
-from kintsugi.core.report import _digest, _parse_report
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.gateway.texts import known_chunks
 from kintsugi.gateway.texts.known_chunks import KnownChunks
@@ -41,8 +40,6 @@ from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.parser_process import ParserLimits
 from kintsugi.precompute.sources.readers import Columns, Document, Failure
 from kintsugi.precompute.sources.sandbox import read_confined
-from kintsugi.quality.evidence import EngineEvidence, Evidence
-from kintsugi.quality.metrics import KL_MAX
 from kintsugi.quality.questions import read_questions
 from kintsugi.store.client.directory import FileDirectory
 from kintsugi.store.client.grpc_store import read_cursor, write_cursor
@@ -200,19 +197,6 @@ def kept_document(data: bytes) -> None:
         assert read_cursor(write_cursor(seen)) == seen
 
 
-def evidence(data: bytes) -> None:
-    """What engines saw, as a store keeps it, under a right digest: figures that an answer can have."""
-    documents = [data]
-    with contextlib.suppress(Corrupted):
-        values = _parse_report(data)
-        values.pop("digest", None)
-        documents.append(json.dumps({**values, "digest": _digest(values)}).encode())
-    for document in documents:
-        with contextlib.suppress(Corrupted):
-            for engine in Evidence.from_bytes(document).engines:
-                assert all(0 <= one.kl <= KL_MAX for one in engine.since(0))
-
-
 def _attempt(act: Callable[[], T]) -> T | None:
     """The result; None for an error of ours."""
     try:
@@ -269,7 +253,6 @@ FILE_DECODERS: tuple[Callable[[bytes], None], ...] = (
     ledger_row,
     known_texts_row,
     kept_document,
-    evidence,
 )
 
 
@@ -311,7 +294,6 @@ def _safetensors(entries: dict[str, Any]) -> bytes:
 
 
 _WEIGHT = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
-_ENGINE = EngineEvidence("engine", 2, ((0.5, 0.0, 3), (0.25, 1.0, 4)))
 _NESTED = b"[" * 5_000
 
 FILE_SEEDS: MappingProxyType[str, list[bytes]] = MappingProxyType(
@@ -344,6 +326,5 @@ FILE_SEEDS: MappingProxyType[str, list[bytes]] = MappingProxyType(
             b'{"a": Infinity}',
             _NESTED,
         ],
-        "evidence": [Evidence("2026-01-01", "2026-01-02", (_ENGINE,)).to_bytes()],
     }
 )

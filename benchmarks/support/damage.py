@@ -1,21 +1,21 @@
-"""Seven ways in which stored KV can be wrong under right digests, and how soon shadowing notices each.
+"""Seven ways in which stored KV can be wrong under right digests, and how soon an engine notices each.
 
-The engine is gated by a real calibration report and all its requests are shadowed, twice: once only answers
-are compared, once only stored chunks are audited. A damage counts where exact match falls by at least
-`FALL_MIN` points; it is caught where one of the two trips the report within `SHADOWED_MAX` requests. Sound
-chunks are audited to see how far they stay within their tolerance. Beside them, three mismatches of
-checkpoints and reports, which fingerprints or the gate should stop.
+All served blends are measured by `quality.stream`, twice: once only answers are compared, once only stored
+chunks are audited. A damage counts where exact match falls by at least `FALL_MIN` points; it is caught where
+one of the two closes blending within `SERVED_MAX` blends. Sound chunks are audited to see how far they stay
+within their tolerance. Beside them, three mismatches of checkpoints and evidence, which fingerprints or the
+trip test should stop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,28 +23,30 @@ from typing import Any
 import torch
 
 from benchmarks.support import testbed_questions as testbed
-from benchmarks.support.calibrated import default_of
+from benchmarks.support.codecs import SERVED
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
-from benchmarks.support.quality_curve import Setup, bench_of, exact
+from benchmarks.support.passing import passing_report
+from benchmarks.support.quality_curve import Setup, bench_of, exact_mean, trained
 from benchmarks.support.rewriting import Stored, put_back, stored
+from kintsugi.core.evidence import Quality
+from kintsugi.core.gate import GateState
 from kintsugi.core.layout import ChunkManifest, Codec
-from kintsugi.core.prompt import PromptShape
+from kintsugi.core.plan import Selection
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.fusor.audit import tolerance_of
-from kintsugi.quality import metrics, reports
 from kintsugi.quality.measure import NAMESPACE, Bench, Case, measure_selection
-from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
-from kintsugi.quality.shadow import Shadow, ShadowConfig
+from kintsugi.quality.reports import ReportKeeper
+from kintsugi.quality.stream import TOP_LOGPROBS, Stream
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 
-SHADOWED_MAX = 300
+SERVED_MAX = 300
 UNTIL_MAX = 200
-"""Shadowed requests after which a damage that counts has to be caught."""
+"""Served blends after which a damage that counts has to be caught."""
 FALL_MIN = 3.0
 """Points of exact match."""
 AUDITED = 1000
@@ -53,6 +55,9 @@ CLEAN_MAX = 0.5
 """Largest share of its codec's tolerance that a sound chunk may reach."""
 NOISE = 0.2
 """Standard deviation of the noise in the noisy model's weights, as a share of each tensor's own."""
+QUALITY = Quality.BALANCED
+STALE = Selection(0.15, check_layer=1)
+"""Loses more than the limit on the testbed's questions."""
 
 Damage = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Number of the chunk, layer, K before RoPE, V -> K and V."""
@@ -95,7 +100,7 @@ class Watched:
     fall: float
     """Points of exact match against undamaged blends of the same prompts."""
     by_answers: int | None
-    """Shadowed requests until comparing answers stopped blending; None where it did not."""
+    """Served blends until comparing answers closed blending; None where it did not."""
     by_audits: int | None
     """The same for audits of stored chunks."""
 
@@ -112,43 +117,63 @@ class Watched:
         return f"{self.fall:.1f} points, {caught} (answers {self.by_answers}, audits {self.by_audits})"
 
 
-class Audits:
-    """An engine whose full prefills are the blends' own answers, so that audits alone can find anything."""
+class LocalTwins:
+    """The twins of an engine in this process; the report stays in memory. Either answers are compared, or
+    stored chunks are audited: the full prefill of an audited blend is the blend itself."""
 
-    def __init__(self, running: LocalEngine) -> None:
-        self._running = running
-        self.answer: Generation | None = None
-        """The blend that is shadowed."""
+    def __init__(self, running: LocalEngine, store: RamStore, audits: bool) -> None:
+        self._running, self._store, self._audits = running, store, audits
+        self.served: Generation | None = None
+        """The blend that is measured."""
 
-    def space(self, namespace: str) -> ChunkSpace:
-        return self._running.space(namespace)
+    async def answer_in_full(self, prompt: Prompt) -> Generation:
+        if self._audits:
+            assert self.served is not None
+            return self.served
+        return await self.blend(prompt)
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
-        if all(prompt.params is not None for prompt in prompts):
-            return self._running.generate(prompts)
-        assert self.answer is not None
-        return [self.answer for _ in prompts]
+    async def blend(self, prompt: Prompt) -> Generation:
+        (answer,) = self._running.generate([prompt])
+        return answer
+
+    async def audit(self, prompt: Prompt) -> Generation:
+        return await self.blend(prompt)
+
+    async def save_missing(self, prompt: Prompt) -> None:
+        raise AssertionError("only blends are measured")
+
+    async def stored_copies(self, prompt: Prompt) -> list[StoredCopy]:
+        if not self._audits:
+            return []
+        assert prompt.params is not None
+        space = self._running.space(NAMESPACE)
+        return find_stored_copies(self._store, space, prompt.token_ids, prompt.params.spans)
+
+    async def delete(self, space: ChunkSpace, key: ChunkKey) -> None:
+        self._store.delete(space.namespace, [key])
+
+    async def exchange(self, keeper: ReportKeeper) -> list[tuple[str, float, float]]:
+        return []
 
 
 def measure(setup: Setup) -> list[Figure]:
     """Where it has to be quick, one damage alone."""
-    default_of(setup)
     found, clean = _watch_damages(setup)
     undamaged = found.pop("undamaged")
     counted = [one for one in found.values() if one.counts]
     caught = sum(one.until is not None for one in counted) / len(counted)
     detail = ", ".join(f"{name}: {one}" for name, one in found.items())
     detail += f"; without damage {'nothing rings' if undamaged.until is None else f'FALSE ALARM {undamaged}'}"
-    until = max(one.until or SHADOWED_MAX for one in counted)
+    until = max(one.until or SERVED_MAX for one in counted)
     setup.details["damage"] = {name: dataclasses.asdict(one) for name, one in found.items()}
     holds = caught == 1.0 and undamaged.until is None
     figures = [
         Figure("damage_caught", caught, "", "1.0, no false alarm", holds, detail),
         Figure.at_most(
-            "shadowed_until_caught",
+            "blends_until_caught",
             until,
             UNTIL_MAX,
-            unit="requests",
+            unit="blends",
             detail=f"worst of {len(counted)} that cost {FALL_MIN:g} points or more",
         ),
         clean,
@@ -160,40 +185,23 @@ def _watch_damages(setup: Setup) -> tuple[dict[str, Watched], Figure]:
     """What each damage did, and how far sound chunks are from theirs."""
     others = {} if setup.quick else {name: _frames_of(setup, alter) for name, alter in CHECKPOINTS.items()}
     url, store = _fresh_store()
-    with _gated(setup, setup.model, url) as running:
-        _publish(setup, running, store)
-        cases = _cases(setup, running)
+    with trained(setup, url=url) as running:
+        cases = _cases(running)
         keys = _save_one_by_one(running, store, cases)
         by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
         sound = [by_key[key] for key in keys]
         bench = Bench(running, cases, max_tokens=1)
-        chosen = reports.read(_report(setup)).choice.selection
-        assert chosen is not None
-        before = exact(measure_selection(bench, chosen, range(len(cases))))
+        before = exact_mean(measure_selection(bench, SERVED, range(len(cases))))
         clean = _clean_errors(setup, running, store, cases)
         found = {}
         for name, chunks in _kinds(setup, running, sound, others):
             for chunk in chunks:
                 put_back(store, chunk, Codec.RAW)
-            _publish(setup, running, store)
-            after = exact(measure_selection(bench, chosen, range(len(cases))))
-            fall = 100 * (metrics.mean(before) - metrics.mean(after))
-            by_answers = _watch_answers(setup, running, cases)
-            found[name] = Watched(fall, by_answers, _watch_audits(running, store, cases))
+            after = exact_mean(measure_selection(bench, SERVED, range(len(cases))))
+            by_answers, by_audits = (_watch(running, store, cases, audits) for audits in (False, True))
+            found[name] = Watched(100 * (before - after), by_answers, by_audits)
             say(f"{name}: {found[name]}")
     return found, clean
-
-
-def _watch_answers(setup: Setup, running: LocalEngine, cases: Sequence[Case]) -> int | None:
-    """As `_watch`, without audits: shadowing is given a store that holds the report and no chunk."""
-    _, apart = _fresh_store()
-    reports.publish(apart, reports.read(_report(setup)))
-    return _watch(running, apart, cases)
-
-
-def _watch_audits(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> int | None:
-    """As `_watch`, without comparing answers."""
-    return _watch(running, store, cases, Audits(running))
 
 
 def _clean_errors(setup: Setup, running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> Figure:
@@ -233,7 +241,7 @@ def _kinds(
     """Every damage with all chunks as it leaves them."""
     yield "undamaged", list(sound)
     for name, damage in damages(running.num_layers).items():
-        yield name, [_altered(chunk, number, damage) for number, chunk in enumerate(sound)]
+        yield name, [_damaged(chunk, number, damage) for number, chunk in enumerate(sound)]
         if setup.quick:
             return
     for name, theirs in others.items():
@@ -241,7 +249,7 @@ def _kinds(
         yield name, [dataclasses.replace(mine, frames=other.frames) for mine, other in pairs]
 
 
-def _altered(chunk: Stored, number: int, damage: Damage) -> Stored:
+def _damaged(chunk: Stored, number: int, damage: Damage) -> Stored:
     """The chunk with other bytes, through a store of its own."""
     _, scratch = _fresh_store()
     put_back(scratch, chunk, Codec.RAW, lambda layer, key, value: damage(number, layer, key, value))
@@ -252,10 +260,8 @@ def _altered(chunk: Stored, number: int, damage: Damage) -> Stored:
 def _frames_of(setup: Setup, alter: Callable[[Path], None]) -> list[Stored]:
     """The chunks as another checkpoint computes them, in the order in which they are saved."""
     url, store = _fresh_store()
-    with start_measuring_engine(
-        MeasuringEngineSpec(str(_altered_checkpoint(setup, alter)), store=url)
-    ) as running:
-        keys = _save_one_by_one(running, store, _cases(setup, running))
+    with trained(_altered(setup, alter), url=url) as running:
+        keys = _save_one_by_one(running, store, _cases(running))
     by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
     return [by_key[key] for key in keys]
 
@@ -283,7 +289,7 @@ def _mismatches(setup: Setup) -> Figure:
     found: Mapping[str, int | None] = {
         "rope_base": _another_checkpoint(setup, _other_rope),
         "another_checkpoint": _another_checkpoint(setup, _other_weights),
-        "stale_check_layer": _stale_check_layer(setup),
+        "stale_evidence": _stale_evidence(setup),
     }
     caught = sum(until is not None for until in found.values()) / len(found)
     detail = ", ".join(
@@ -292,54 +298,42 @@ def _mismatches(setup: Setup) -> Figure:
     return Figure.at_least("mismatches_caught", caught, 1.0, unit="", detail=detail)
 
 
-@contextmanager
-def _gated(setup: Setup, model: Path, url: str) -> Iterator[LocalEngine]:
-    """An engine that goes by the report in its store."""
-    extra = {"allow_uncalibrated": False, "report_poll_ms": 60_000}
-    with start_measuring_engine(MeasuringEngineSpec(str(model), store=url, extra_config=extra)) as running:
-        yield running
-
-
-def _cases(setup: Setup, running: LocalEngine) -> list[Case]:
-    """Tasks take turns. Prompts whose lengths the report does not cover are not blended, and left out."""
-    domain = reports.read(_report(setup)).domain
-    count = 2 * SHADOWED_MAX // len(testbed.TASKS)
-    asked = testbed.cases(running, testbed.questions(testbed.TASKS, testbed.WATCHED_FROM, count))
-    shapes = [
-        PromptShape(len(case.prompt.token_ids), tuple(span.num_tokens for span in case.prompt.spans))
-        for case in asked
-    ]
-    inside = [case for case, shape in zip(asked, shapes, strict=True) if domain.departure(shape) is None]
-    return inside[:SHADOWED_MAX]
-
-
-def _publish(setup: Setup, running: LocalEngine, store: RamStore) -> None:
-    assert setup.report is not None
-    reports.publish(store, reports.read(setup.report))
-    running.refresh_gate()
+def _cases(running: LocalEngine) -> list[Case]:
+    """Tasks take turns."""
+    count = -(-SERVED_MAX // len(testbed.TASKS))
+    asked = testbed.questions(testbed.TASKS, testbed.WATCHED_FROM, count)
+    return testbed.cases(running, asked)[:SERVED_MAX]
 
 
 def _watch(
-    running: LocalEngine, store: RamStore, cases: Sequence[Case], audits: Audits | None = None
+    running: LocalEngine,
+    store: RamStore,
+    cases: Sequence[Case],
+    audits: bool,
+    served: Selection = SERVED,
 ) -> int | None:
-    """Serve, shadowing everything. How many requests were shadowed until blending stopped; None if never.
+    """Serve blends, and measure all of them. Return how many were served until blending was closed; None if
+    it never was.
 
-    `audits`: what shadowing asks instead of the engine that serves.
+    ``audits``: as in `LocalTwins`. The engine tests nothing itself, so that it goes on with ``served``,
+    whatever the evidence is; the stream takes `SERVED` for what passed.
     """
-    shadow = Shadow(audits or running, store, running.binding, ShadowConfig(share=1.0))
+    report = passing_report(running.binding, SERVED, running.versions)
+    state = GateState(report=report, quality=QUALITY, versions=running.versions)
+    twins = LocalTwins(running, store, audits)
+    stream = Stream(twins, ReportKeeper(None, running.binding, running.versions, QUALITY), lambda: state)
+    running.plan_with(served)
     for number, case in enumerate(cases):
         params = KintsugiParams(NAMESPACE, spans=case.prompt.spans)
-        prompt = shadow.prepare_prompt(f"{number}", Prompt(case.prompt.token_ids, params, max_tokens=1))
-        (answer,) = running.generate([prompt])
-        if (answer.accounting or {}).get("outcome") != "blended":
+        prompt = Prompt(case.prompt.token_ids, params, max_tokens=1, top_logprobs=TOP_LOGPROBS)
+        (twins.served,) = running.generate([prompt])
+        if (twins.served.accounting or {}).get("outcome") != "blended":
             return number
-        if audits is not None:
-            audits.answer = answer
-        shadow.take(prompt, answer)
-        shadow.run_pending()
-        if shadow.counts.trips:
+        assert stream.take(prompt, twins.served)
+        asyncio.run(stream.run_one())
+        if stream.counts.closings:
             return number + 1
-    say(f"nothing rang: {shadow.counts.effect}; {shadow.counts.audited} chunks audited")
+    say(f"blending stays open: {stream.counts.pairs} blends compared, {stream.counts.audited} chunks audited")
     return None
 
 
@@ -350,32 +344,23 @@ def _fresh_store() -> tuple[str, RamStore]:
     return url, store
 
 
-def _altered_checkpoint(setup: Setup, alter: Callable[[Path], None]) -> Path:
+def _altered(setup: Setup, alter: Callable[[Path], None]) -> Setup:
+    """The same with another checkpoint of the same shape."""
     folder = Path(tempfile.mkdtemp(prefix="kintsugi-altered-")) / "model"
     shutil.copytree(setup.model, folder)
     alter(folder)
-    return folder
+    return dataclasses.replace(setup, model=folder)
 
 
 def _another_checkpoint(setup: Setup, alter: Callable[[Path], None]) -> int | None:
-    """Chunks and report of one checkpoint, an engine of another that looks the same."""
+    """Chunks of one checkpoint, an engine of another that looks the same."""
     url, store = _fresh_store()
-    with _gated(setup, setup.model, url) as running:
-        _publish(setup, running, store)
-        binding, cases = running.binding, _cases(setup, running)
+    with trained(setup, url=url) as running:
+        binding, cases = running.binding, _cases(running)
         bench_of(running, cases)
-    with _gated(setup, _altered_checkpoint(setup, alter), url) as running:
-        # What a careless operator would do: let the old report speak for the new model.
-        forged = dataclasses.replace(reports.read(_report(setup)), binding=running.binding)
+    with trained(_altered(setup, alter), url=url) as running:
         assert running.binding != binding
-        reports.publish(store, forged)
-        running.refresh_gate()
-        return _watch(running, store, cases)
-
-
-def _report(setup: Setup) -> Path:
-    assert setup.report is not None
-    return setup.report
+        return _watch(running, store, cases, audits=False)
 
 
 def _other_rope(folder: Path) -> None:
@@ -407,36 +392,13 @@ def _rewrite_weights(folder: Path, change: Callable[[torch.Tensor], torch.Tensor
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def _stale_check_layer(setup: Setup) -> int | None:
-    """The report's numbers are of another check layer than the one that blends: an earlier one. Done to what
-    passed and looks at a layer: the default need not."""
+def _stale_evidence(setup: Setup) -> int | None:
+    """What blends is not what the evidence is about: an earlier check layer."""
     url, store = _fresh_store()
-    with _gated(setup, setup.model, url) as running:
-        report = reports.read(_report(setup))
-        passed = (report.choice.selection, *report.choice.limits.values())
-        chosen = next(selection for selection in passed if selection and selection.check_layer > 1)
-        stale = dataclasses.replace(chosen, check_layer=1, ratio=min(chosen.ratio, 0.15))
-        entries = [
-            dataclasses.replace(entry, selection=stale, place=0, error=0.0)
-            for entry in report.entries
-            if entry.selection == chosen
-        ]
-        forged = type(report).of(
-            running.binding,
-            report.created,
-            "stale",
-            0,
-            report.noise,
-            report.thresholds,
-            report.domain,
-            report.search,
-            entries,
-        )
-        reports.publish(store, forged)
-        running.refresh_gate()
-        cases = _cases(setup, running)
+    with trained(setup, url=url) as running:
+        cases = _cases(running)
         bench_of(running, cases)
-        return _watch(running, store, cases)
+        return _watch(running, store, cases, audits=False, served=STALE)
 
 
 CHECKPOINTS: Mapping[str, Callable[[Path], None]] = {

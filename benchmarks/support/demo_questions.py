@@ -20,8 +20,9 @@ from pathlib import Path
 
 from kintsugi.cli.commands.demo import BLEND, MAX_TOKENS, NAMESPACE, REFERENCE_DTYPE, demo_texts
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import UNCALIBRATED, Asked, Session, open_session
-from kintsugi.core.request import KintsugiParams
+from kintsugi.cli.session import UNTESTED, Asked, Session, open_session
+from kintsugi.core.plan import Selection
+from kintsugi.core.request import KintsugiParams, Trial
 from kintsugi.engine.local import Prompt
 from kintsugi.models.bundled import packaged_files
 from kintsugi.models.demo_questions import (
@@ -44,15 +45,16 @@ def ask(session: Session, questions: Sequence[DemoQuestion], alone: bool) -> lis
     def answer(ratio: float | None) -> list[str]:
         engine.reset_prefix_cache()
         params = None
-        if ratio is not None:
+        if ratio == 0.0:
+            params = KintsugiParams(NAMESPACE, spans=prompts[0].spans, trial=Trial.of(Selection(0.0)))
+        elif ratio is not None:
             params = KintsugiParams(NAMESPACE, spans=prompts[0].spans, ratio=ratio, selector=BLEND.selector)
         batch = [Prompt(prompt.token_ids, params, MAX_TOKENS) for prompt in prompts]
         groups = [[prompt] for prompt in batch] if alone else [batch]
         return [generation.text for group in groups for generation in engine.generate(group)]
 
     full = answer(None)
-    with engine.unlimited():
-        reuse = answer(0.0)
+    reuse = answer(0.0)
     return [Said(*texts) for texts in zip(full, reuse, answer(BLEND.ratio), strict=True)]
 
 
@@ -78,7 +80,7 @@ def main() -> None:
     room = MAX_TOKENS + LONGEST_QUESTION_TOKENS
     with (
         open_session(
-            screen, REFERENCE.name, longest, NAMESPACE, room, UNCALIBRATED, dtype=REFERENCE_DTYPE
+            screen, REFERENCE.name, longest, NAMESPACE, room, UNTESTED, dtype=REFERENCE_DTYPE
         ) as session,
         screen.step("Asking"),
     ):

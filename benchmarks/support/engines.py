@@ -32,13 +32,13 @@ def engine(
     patience = {"lookup_deadline_ms": 30_000, "layer_deadline_ms": 30_000}
     config = {
         "store": f"ram://bench-{shape}",
-        "allow_uncalibrated": True,
+        "quality": "off",
         "loading_controller": False,
         **patience,
         **(extra or {}),
     }
     if plugin:
-        say("random weights: blending without a calibration report (allow_uncalibrated)")
+        say("random weights: blending without evidence (quality: off)")
     arguments = {"dtype": "bfloat16", "max_model_len": 8192, **vllm_args}
     running = LocalEngine.start(
         make_checkpoint_once(shape, layers=layers), extra_config=config if plugin else None, **arguments

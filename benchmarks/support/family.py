@@ -22,6 +22,7 @@ from benchmarks.support.quality_curve import (
     bench_of,
     count_mismatches,
     exact,
+    exact_mean,
     judged,
     measure_curve,
     trained,
@@ -31,7 +32,7 @@ from benchmarks.testbed.export import export
 from benchmarks.testbed.recipes import RECIPES, Recipe
 from benchmarks.testbed.train import train
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import ReportEntry, describe_selection
+from kintsugi.core.report import describe_selection
 from kintsugi.models.cache import cache_folder, make_folder_once
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import Scores
@@ -74,8 +75,8 @@ def measure(setup: Setup, folder: Path | None) -> list[Figure]:
             budget: measure_curve(family, choosing, running.num_layers, budget)
             for budget in (EXACT_MATCH_BUDGET, KL_BUDGET)
         }
-        by_match = pick_each(curves[EXACT_MATCH_BUDGET], lambda entry: -(entry.exact_match or 0.0))
-        by_kl = pick_each(curves[KL_BUDGET], lambda entry: entry.kl_mean)
+        by_match = pick_each(curves[EXACT_MATCH_BUDGET], lambda one: -exact_mean(one))
+        by_kl = pick_each(curves[KL_BUDGET], lambda one: one.kl_mean)
         wanted = {NOTHING, *by_match.values(), *by_kl.values()}
         scores = judged(family, running, sorted(wanted, key=describe_selection), testbed.TASKS)
         mismatches = count_mismatches(family, running)
@@ -85,11 +86,11 @@ def measure(setup: Setup, folder: Path | None) -> list[Figure]:
     ]
 
 
-def pick_each(curve: Sequence[tuple[ReportEntry, Selection]], loss: Callable[[ReportEntry], float]) -> Picks:
+def pick_each(curve: Sequence[Scores], loss: Callable[[Scores], float]) -> Picks:
     """The configuration of each selector with the smallest loss, then KL; the best selector first."""
     found: Picks = {}
-    for _, selection in sorted(curve, key=lambda pair: (loss(pair[0]), pair[0].kl_mean)):
-        found.setdefault(selection.selector, selection)
+    for one in sorted(curve, key=lambda one: (loss(one), one.kl_mean)):
+        found.setdefault(one.selection.selector, one.selection)
     return found
 
 

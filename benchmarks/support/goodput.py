@@ -8,8 +8,8 @@ What makes a rate count:
 - **It is steady at the end**: the median first token of the last third of the requests is in time, and when
   the last request comes, few are unanswered. Otherwise a queue is growing, and the server cannot keep up.
 - **Each server has its best setting**: the value in `GoodputPlan.settings` with which its capacity is
-  greatest. Ours has `GoodputPlan.selector` as well: `query` is what the real model is calibrated and measured
-  with (`quality.py`, `discovery.py`), and it computes no layer at full width.
+  greatest. Ours has `GoodputPlan.selector` as well: `query` is what the real model is measured with
+  (`quality.py`, `discovery.py`), and it computes no layer at full width.
 
 CPU seconds of a server's whole tree of processes are counted over the same load, and those of the other
 server, which is idle on the same core meanwhile.

@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from sys import stderr
 
+from benchmarks.support import grid
 from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.engines import say
 from benchmarks.support.family import NOTHING, divergences
@@ -19,7 +20,7 @@ from benchmarks.support.quality_curve import (
     Setup,
     bench_of,
     count_mismatches,
-    exact,
+    exact_mean,
     fit_name,
     judged,
     trained,
@@ -30,7 +31,6 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import describe_selection
 from kintsugi.core.request import SelectorName
 from kintsugi.models.cache import cache_folder, make_folder_once
-from kintsugi.quality import grid, metrics
 from kintsugi.quality.measure import Bench, measure_selection
 
 COST, SHARE_MAX = 0.25, 0.3
@@ -64,11 +64,11 @@ def choose(setup: Setup, bench: Bench, num_layers: int) -> Selection:
         selection = fit_name(bench, candidate, work, COST)
         if selection is None:
             continue
-        entry = measure_selection(bench, selection, range(len(bench.cases))).entry
-        say(f"{describe_selection(selection)}: KL {entry.kl_mean:.4f} at {entry.cost:.3f}")
-        row = [describe_selection(selection), entry.cost, entry.exact_match, entry.kl_mean]
+        scores = measure_selection(bench, selection, range(len(bench.cases)))
+        say(f"{describe_selection(selection)}: KL {scores.kl_mean:.4f} at {scores.cost:.3f}")
+        row = [describe_selection(selection), scores.cost, exact_mean(scores), scores.kl_mean]
         setup.details.setdefault("chosen_on", []).append(row)
-        found.append((entry.kl_mean, selection))
+        found.append((scores.kl_mean, selection))
     return min(found, key=lambda pair: pair[0])[1]
 
 
@@ -82,12 +82,10 @@ def measure(setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:
     blended, reused = scores[best], scores[NOTHING]
     share = ratio_bootstrap(divergences(blended), divergences(reused))
     detail = (
-        f"{describe_selection(best)}, cost {blended.cost:.3f}, {share}, KL {blended.entry.kl_mean:.3g} "
-        f"after {reused.entry.kl_mean:.3g}, n={len(blended.cases)}"
+        f"{describe_selection(best)}, cost {blended.cost:.3f}, {share}, KL {blended.kl_mean:.3g} "
+        f"after {reused.kl_mean:.3g}, n={len(blended.cases)}"
     )
-    full, kept, lost = (
-        metrics.mean(values) for values in (exact(reused, of_blend=False), exact(blended), exact(reused))
-    )
+    full, kept, lost = exact_mean(reused, of_blend=False), exact_mean(blended), exact_mean(reused)
     return [
         Figure.at_most("mla_kl_share", share.mean, SHARE_MAX, unit="", detail=detail),
         Figure("mla_full_em", full, "", detail=f"blended {kept:.3f}, full KV reuse {lost:.3f}"),

@@ -1,10 +1,10 @@
-"""Records what many configurations do on fresh questions, prompt by prompt, for the figures of `evidence`.
+"""Records how much each configuration of the ladder loses, prompt by prompt, for the replays of `gate.py`.
 
-    python -m benchmarks.support.outcomes measure --slice 0        # some minutes each, SLICES of them
-    python -m benchmarks.support.outcomes join                     # writes RECORDS
+    python -m benchmarks.support.outcomes --model smollm2-135m --prompts own --count 96 --minutes 8
 
-A slice is `SLICE_QUESTIONS` questions of every task of the testbed. They come from a range of seeds that
-nothing else uses. `evidence.py` replays the records through the code that decides a calibration.
+Prompts: `testbed`, questions of the testbed (for the bundled model); `own`, MuSiQue questions, each with its
+own passages, cut to `PASSAGE_CHARS`; `mixed`, MuSiQue questions with passages of other questions. Answers are
+full prefill's own; blends are forced along them. No text is recorded. A further call extends the records.
 """
 
 from __future__ import annotations
@@ -12,60 +12,39 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import random
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.engines import say
 from benchmarks.support.figures import RESULTS
+from benchmarks.support.musique import MUSIQUE
+from kintsugi.core.evidence import POSITIONS_MAX
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import describe_selection
-from kintsugi.core.request import SelectorName
+from kintsugi.core.prompt import FormName
+from kintsugi.core.report import LADDER, describe_selection
 from kintsugi.core.schema import STRICT, load
 from kintsugi.models.bundled import bundled_checkpoint
-from kintsugi.quality import metrics
-from kintsugi.quality.measure import Bench, Scores, measure_selection
+from kintsugi.models.prompt_form import load_form
+from kintsugi.quality.measure import Bench, Case, measure_selection, tokenize_questions
+from kintsugi.quality.questions import Question
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 
-RECORDS = RESULTS / "outcomes-bundled.json.gz"
-RECORDED_FROM = 600_000
-SLICES = 4
-SLICE_QUESTIONS = 65
-"""Questions of each task in a slice."""
-QUERY, HYBRID = SelectorName.QUERY, SelectorName.HYBRID
-HKVD, GRADUAL = SelectorName.HKVD, SelectorName.HKVD_GRADUAL
-MIDDLE, EVERY = (2, 3, 4, 5), tuple(range(8))
-SELECTIONS = (
-    *(Selection(ratio, QUERY) for ratio in (0.1, 0.15, 0.25, 0.4)),
-    *(Selection(ratio, QUERY, 1, EVERY) for ratio in (0.15, 0.25)),
-    Selection(0.15, QUERY, 1, MIDDLE),
-    Selection(0.4, QUERY, 1, (), 0.7),
-    *(Selection(ratio, HYBRID, 2) for ratio in (0.05, 0.1, 0.15, 0.25)),
-    *(Selection(ratio, HKVD, 2) for ratio in (0.05, 0.1, 0.15)),
-    *(Selection(ratio, GRADUAL, 2) for ratio in (0.05, 0.1)),
-    Selection(0.25, HKVD, 2),
-    Selection(0.15, GRADUAL, 2),
-    Selection(0.15, HKVD, 3),
-)
-"""From clearly too cheap to clearly safe."""
+TESTBED_FROM = 600_000
+"""First question of the testbed: nothing else uses these."""
+PASSAGES = 6
+PASSAGE_CHARS = 800
+"""About 200 tokens."""
+BATCH = 8
+RECORDED = (*LADDER, Selection(0.0))
+"""The ladder, and full KV reuse."""
 
 
 @dataclass(frozen=True)
-class PromptRecord:
-    """One prompt, and whether full prefill answers it right."""
-
-    __pydantic_config__ = STRICT
-
-    task: str
-    tokens: int
-    chunks: int
-    right: bool
-
-
-@dataclass(frozen=True)
-class OutcomeRecord:
+class Outcome:
     """What one configuration did, one value a prompt."""
 
     __pydantic_config__ = STRICT
@@ -73,8 +52,7 @@ class OutcomeRecord:
     selection: Selection
     cost: list[float]
     kl: list[float]
-    disagreement: list[float]
-    right: list[bool]
+    changed: list[float]
 
 
 @dataclass(frozen=True)
@@ -83,86 +61,113 @@ class Records:
 
     __pydantic_config__ = STRICT
 
-    prompts: list[PromptRecord]
-    outcomes: list[OutcomeRecord]
+    model: str
+    prompts: str
+    tokens: list[int]
+    """Of each prompt."""
+    chunk_tokens: list[int]
+    """Mean length of each prompt's chunks."""
+    num_chunks: list[int]
+    outcomes: list[Outcome]
 
 
-def read_records() -> Records:
-    with gzip.open(RECORDS) as file:
+def path_of(model: str, prompts: str) -> Path:
+    """Where the records of a model on one kind of prompts are kept."""
+    return RESULTS / f"outcomes-{model}-{prompts}.json.gz"
+
+
+def read_records(path: Path) -> Records:
+    with gzip.open(path) as file:
         return load(Records, json.load(file), "records")
 
 
-def measure_slice(number: int, part: Path) -> None:
-    tasks = (*testbed.TASKS, testbed.CONTROL)
-    asked = testbed.questions(tasks, RECORDED_FROM + number * SLICE_QUESTIONS, SLICE_QUESTIONS)
-    with start_measuring_engine(MeasuringEngineSpec(str(bundled_checkpoint()))) as running:
-        bench = Bench(running, testbed.cases(running, asked), max_tokens=1)
-        bench.store_chunks()
-        say(f"slice {number}: {len(bench.cases)} prompts")
-        everything = range(len(bench.cases))
-        full = bench.full(everything)
-        prompts = [
-            PromptRecord(
-                case.question.task,
-                len(case.prompt.token_ids),
-                len(case.prompt.chunks),
-                bool(metrics.exact_match(answer.text, case.question.answers)),
-            )
-            for case, answer in zip(bench.cases, full, strict=True)
-        ]
-        outcomes = []
-        for selection in SELECTIONS:
-            outcomes.append(_record(measure_selection(bench, selection, everything)))
-            say(f"slice {number}: {describe_selection(selection)}")
-    _write(part, Records(prompts, outcomes))
-
-
-def _record(scores: Scores) -> OutcomeRecord:
-    pairs = [(full.steps[0], blend.steps[0]) for full, blend in zip(scores.full, scores.blend, strict=True)]
-    return OutcomeRecord(
-        scores.selection,
-        [round(answer.cost, 4) for answer in scores.blend],
-        [round(metrics.kl_divergence(*pair), 4) for pair in pairs],
-        [float(not metrics.same_top(*pair)) for pair in pairs],
-        [bool(value) for value in scores.score_cases(metrics.exact_match)],
-    )
-
-
-def join(parts: Sequence[Records]) -> Records:
-    outcomes = [
-        OutcomeRecord(
-            same[0].selection,
-            *([value for one in same for value in getattr(one, name)] for name in _COLUMNS),
-        )
-        for same in zip(*(part.outcomes for part in parts), strict=True)
-    ]
-    return Records([prompt for part in parts for prompt in part.prompts], outcomes)
-
-
-_COLUMNS = ("cost", "kl", "disagreement", "right")
-
-
-def _write(path: Path, records: Records) -> None:
-    document: dict[str, Any] = asdict(records)
+def write_records(records: Records, path: Path) -> None:
+    document = json.dumps(asdict(records), separators=(",", ":"))
     with path.open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as packed:
-        packed.write(json.dumps(document, separators=(",", ":")).encode())
+        packed.write(document.encode())
+
+
+def musique_questions(
+    kind: str, count: int, skip: int, passages: int = PASSAGES, chars: int = PASSAGE_CHARS
+) -> list[Question]:
+    """Questions with their own passages, or with passages of other questions, in a fixed order."""
+    rows = json.loads(MUSIQUE.read_text())
+    generator = random.Random(7)
+    generator.shuffle(rows)
+    found: list[Question] = []
+    while len(found) < skip + count:
+        for row in rows:
+            own = list(row["ctxs"])
+            if kind == "mixed":
+                own = [generator.choice(other["ctxs"]) for other in generator.sample(rows, passages)]
+            picked = generator.sample(own, min(passages, len(own)))
+            texts = tuple(f"{one['title']}\n{one['text'][:chars]}\n\n" for one in picked)
+            found.append(Question(texts, row["question"], (), "musique", bare=True))
+    return found[skip : skip + count]
+
+
+def record(model: str, prompts: str, count: int, minutes: float) -> None:
+    path = path_of(model, prompts)
+    records = read_records(path) if path.exists() else _empty(model, prompts)
+    skip, until_s = len(records.tokens), time.monotonic() + 60 * minutes
+    name = str(bundled_checkpoint()) if model == "bundled" else model
+    form = load_form(name) if prompts == "testbed" else load_form(name, FormName.CHAT)
+    if prompts == "testbed":
+        each = -(-count // len(testbed.TASKS))
+        asked = testbed.questions(testbed.TASKS, TESTBED_FROM + skip, each)[:count]
+    else:
+        asked = musique_questions(prompts, count, skip)
+    with start_measuring_engine(MeasuringEngineSpec(name, form=form)) as engine:
+        cases, _ = tokenize_questions(asked, form, engine.max_model_len, POSITIONS_MAX)
+        for start in range(0, len(cases), BATCH):
+            if time.monotonic() > until_s:
+                break
+            some = cases[start : start + BATCH]
+            bench = Bench(engine, some, POSITIONS_MAX, BATCH)
+            bench.store_chunks()
+            _measure(bench, some, records)
+            write_records(records, path)
+            say(f"{model}, {prompts}: {len(records.tokens)} prompts")
+
+
+def _measure(bench: Bench, cases: Sequence[Case], records: Records) -> None:
+    for outcome in records.outcomes:
+        scores = measure_selection(bench, outcome.selection, range(len(cases)), is_free=False)
+        for one in scores.by_prompt:
+            outcome.cost.append(round(one.cost, 4))
+            outcome.kl.append(round(one.deviation.kl, 6))
+            outcome.changed.append(round(one.deviation.changed, 4))
+    for case in cases:
+        lengths = [len(chunk.token_ids) for chunk in case.prompt.chunks]
+        records.tokens.append(len(case.prompt.token_ids))
+        records.chunk_tokens.append(sum(lengths) // len(lengths))
+        records.num_chunks.append(len(lengths))
+
+
+def _empty(model: str, prompts: str) -> Records:
+    return Records(model, prompts, [], [], [], [Outcome(one, [], [], []) for one in RECORDED])
+
+
+def describe(records: Records) -> list[str]:
+    """Mean figures of each configuration, for a log."""
+    count = max(1, len(records.tokens))
+    return [
+        f"{describe_selection(one.selection)}: cost {sum(one.cost) / count:.3f}, "
+        f"KL {sum(one.kl) / count:.4f}, changed {sum(one.changed) / count:.4f}"
+        for one in records.outcomes
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["measure", "join"])
-    parser.add_argument("--slice", type=int, choices=range(SLICES), default=0)
-    parser.add_argument("--parts", type=Path, required=True, help="folder for the slices")
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--prompts", choices=["testbed", "own", "mixed"], default="testbed")
+    parser.add_argument("--count", type=int, default=96)
+    parser.add_argument("--minutes", type=float, default=8.0)
     arguments = parser.parse_args()
-    parts = [arguments.parts / f"slice-{number}.json.gz" for number in range(SLICES)]
-    if arguments.what == "measure":
-        measure_slice(arguments.slice, parts[arguments.slice])
-        return
-    loaded = []
-    for part in parts:
-        with gzip.open(part) as file:
-            loaded.append(load(Records, json.load(file), str(part)))
-    _write(RECORDS, join(loaded))
+    record(arguments.model, arguments.prompts, arguments.count, arguments.minutes)
+    for line in describe(read_records(path_of(arguments.model, arguments.prompts))):
+        say(line)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support import grid
 from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.scores import join_scores, ratio_bootstrap
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import ReportEntry, describe_selection
+from kintsugi.core.report import describe_selection
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.fusor.control.cost import PassWorkload, configuration_cost
-from kintsugi.quality import grid, metrics
+from kintsugi.quality import metrics
 from kintsugi.quality.measure import Bench, Case, Scores, measure_selection
 from kintsugi.quality.metrics import Interval
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
@@ -40,9 +41,6 @@ class Setup:
     quick: bool
     details: dict[str, Any] = field(default_factory=dict)
     """Curves and tables, for the report's configuration."""
-    report: Path | None = None
-    """The calibration report's file, once it exists."""
-
     prompts_asked: int | None = None
 
     @property
@@ -76,6 +74,11 @@ def bench_of(running: LocalEngine, cases: Sequence[Case]) -> Bench:
 
 def exact(scores: Scores, of_blend: bool = True) -> list[float]:
     return scores.score_cases(metrics.exact_match, of_blend)
+
+
+def exact_mean(scores: Scores, of_blend: bool = True) -> float:
+    """Share of right answers."""
+    return metrics.mean(exact(scores, of_blend))
 
 
 def share(scores: Scores) -> Interval:
@@ -124,7 +127,7 @@ def families(num_layers: int, quick: bool) -> list[Selection]:
         ]
     deep = range(1, max(2, 2 * num_layers // 3))
     names = [name for name in SelectorName if name is not SelectorName.RANDOM]
-    found = grid.selections(names, [0.5], num_layers, list(deep))
+    found = grid.selections(names, [0.5], num_layers, deep)
     middle = num_layers // 2
     pairs = [(middle - 2, middle - 1), (middle, middle + 1), (middle - 1,), (middle,)]
     return found + [Selection(0.5, SelectorName.QUERY, 1, pair) for pair in pairs if pair[0] >= 0]
@@ -133,14 +136,12 @@ def families(num_layers: int, quick: bool) -> list[Selection]:
 def choose(setup: Setup, bench: Bench, num_layers: int, budget: float) -> tuple[Selection, Selection]:
     """(best of all, best `hkvd` variant) at the budget; on the choosing questions."""
     fitting = measure_curve(setup, bench, num_layers, budget)
-    fitting.sort(key=lambda pair: (-(pair[0].exact_match or 0.0), pair[0].kl_mean))
-    of_hkvd = [selection for _, selection in fitting if selection.selector in HKVD]
-    return fitting[0][1], of_hkvd[0]
+    fitting.sort(key=lambda one: (-exact_mean(one), one.kl_mean))
+    of_hkvd = [one.selection for one in fitting if one.selection.selector in HKVD]
+    return fitting[0].selection, of_hkvd[0]
 
 
-def measure_curve(
-    setup: Setup, bench: Bench, num_layers: int, budget: float
-) -> list[tuple[ReportEntry, Selection]]:
+def measure_curve(setup: Setup, bench: Bench, num_layers: int, budget: float) -> list[Scores]:
     """Every configuration of `families` within the budget, each at the largest ratio that fits."""
     work = grid.workload_of(bench.cases, num_layers)
     curve = []
@@ -149,16 +150,13 @@ def measure_curve(
         if selection is None:
             continue
         scores = measure_selection(bench, selection, range(len(bench.cases)))
-        entry = scores.entry
-        say(
-            f"cost ≤ {budget}: {describe_selection(selection)}: "
-            f"EM {entry.exact_match:.3f} at {entry.cost:.3f}"
-        )
-        curve.append((entry, selection))
+        right = exact_mean(scores)
+        say(f"cost ≤ {budget}: {describe_selection(selection)}: EM {right:.3f} at {scores.cost:.3f}")
+        curve.append(scores)
         setup.details.setdefault("chosen_on", []).append(
-            [describe_selection(selection), entry.cost, entry.exact_match, entry.kl_mean]
+            [describe_selection(selection), scores.cost, right, scores.kl_mean]
         )
-    return [(entry, selection) for entry, selection in curve if entry.cost <= budget]
+    return [scores for scores in curve if scores.cost <= budget]
 
 
 def measure(setup: Setup) -> list[Figure]:
@@ -194,18 +192,15 @@ def judged(
         for selection in selections:
             scores = measure_selection(bench, selection, range(len(bench.cases)))
             found[selection] = join_scores(found[selection], scores) if selection in found else scores
-            entry = scores.entry
-            row = [
-                task,
-                describe_selection(selection),
-                entry.cost,
-                entry.exact_match,
-                entry.exact_match_full,
-                entry.kl_mean,
-            ]
+            row = [task, describe_selection(selection), *summary_of(scores)]
             setup.details.setdefault("judged_by_task", []).append(row)
-        say(f"judged {task}: " + ", ".join(f"{metrics.mean(exact(s)):.3f}" for s in found.values()))
+        say(f"judged {task}: " + ", ".join(f"{exact_mean(s):.3f}" for s in found.values()))
     return found
+
+
+def summary_of(scores: Scores) -> list[float]:
+    """Cost, exact match of the blend and of full prefill, and mean KL: a row of a table in the result."""
+    return [scores.cost, exact_mean(scores), exact_mean(scores, of_blend=False), scores.kl_mean]
 
 
 def _full_and_reuse(reuse: Scores, control: Scores) -> list[Figure]:
@@ -217,10 +212,10 @@ def _full_and_reuse(reuse: Scores, control: Scores) -> list[Figure]:
     gap = metrics.bootstrap(losses)
     tasks = sorted({case.question.task for case in reuse.cases})
     by_task = {
-        task: f"{metrics.mean(exact(part, of_blend=False)):.3f}/{metrics.mean(exact(part)):.3f}"
+        task: f"{exact_mean(part, of_blend=False):.3f}/{exact_mean(part):.3f}"
         for task, part in ((task, reuse.of_task(task)) for task in tasks)
     }
-    alone = f"{metrics.mean(exact(control, of_blend=False)):.3f}/{metrics.mean(exact(control)):.3f}"
+    alone = f"{exact_mean(control, of_blend=False):.3f}/{exact_mean(control):.3f}"
     detail = f"full/reuse by task {by_task}, control {alone}"
     return [
         Figure.at_least("full_em", full.mean, 0.95, unit="", detail=f"{full}; {detail}"),

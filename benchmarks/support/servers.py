@@ -66,8 +66,6 @@ class Setting:
     """Arguments of vLLM's engine with values, for both servers."""
     privacy: Mapping[str, Any] = field(default_factory=dict)
     """Our service's rules by namespace pattern."""
-    allow_uncalibrated: bool = True
-    """Whether ours blends without a calibration report."""
 
 
 @dataclass
@@ -132,17 +130,12 @@ def tree_cpu_s(process: psutil.Process) -> float:
 def checkpoint(shape: str) -> Iterator[Path]:
     """The random model with a chat template beside it: links, not a copy."""
     with tempfile.TemporaryDirectory(prefix="kintsugi-bench-") as folder:
-        linked = link_checkpoint(make_checkpoint_once(shape), Path(folder) / "model")
+        linked = Path(folder) / "model"
+        linked.mkdir()
+        for file in make_checkpoint_once(shape).iterdir():
+            (linked / file.name).symlink_to(file)
         (linked / "chat_template.jinja").write_text(TEMPLATE)
         yield linked
-
-
-def link_checkpoint(source: Path, folder: Path) -> Path:
-    """Make a folder with links to the files of a checkpoint, to which other files can be added."""
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).symlink_to(file)
-    return folder
 
 
 @contextmanager
@@ -204,7 +197,7 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
         },
         "engines": {
             "replicas": setting.engines,
-            "allow_uncalibrated": setting.allow_uncalibrated,
+            "quality": "off",  # what is compared is speed
             "expert": expert,
             "vllm": {
                 "dtype": setting.dtype,

@@ -46,6 +46,7 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "store": ("core", *_STORE),
     "precompute": (*_BLEND, *_STORE, "precompute"),
     "quality": (*_BLEND, *_RAM_STORE, "quality", "checkpoints"),
+    "gate": (*_SERVICE, "cli"),
     "paper": (*_BLEND, *_RAM_STORE, "quality"),
     "trust": _SERVICE,
     "discovery": _SERVICE,

@@ -19,7 +19,6 @@ CONTROL = CONTROL_TASK
 JUDGED_FROM = 0
 CHOSEN_FROM = 100_000
 """Configurations are chosen on these, so that the best of many is not best by luck where it is judged."""
-CALIBRATED_FROM = 200_000
 WATCHED_FROM = 300_000
 
 

@@ -38,7 +38,7 @@ def cached_share(router: str, conversations: int, turns: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         spec = ServiceSpec(
             ModelSpec(str(make_checkpoint_once("tiny-llama")), "tiny"),
-            EngineSpec(replicas=2, allow_uncalibrated=True, vllm={"kv_cache_memory_bytes": 1 << 29}),
+            EngineSpec(replicas=2, quality="off", vllm={"kv_cache_memory_bytes": 1 << 29}),
             StoreSpec(
                 ram_gib=0.1,
                 data_dir=folder,

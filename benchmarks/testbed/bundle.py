@@ -4,8 +4,8 @@
     kintsugi calibrate --model $FOLDER --questions $FOLDER/questions.jsonl --out $FOLDER/calibration.json
 
 Writes the checkpoint, the questions to calibrate it on, and the demo's question: the first of its kind that
-full prefill answers and full KV reuse does not. All come from evaluation seeds, the questions from the slice
-that `benchmarks/quality.py` calibrates on.
+full prefill answers and full KV reuse does not. All come from evaluation seeds, the questions from a slice
+that no benchmark uses.
 """
 
 from __future__ import annotations

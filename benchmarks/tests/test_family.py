@@ -9,30 +9,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.family import NOTHING, compare, divergences, pick_each, train_once
-from benchmarks.support.quality_curve import exact
+from benchmarks.support.quality_curve import exact, exact_mean
 from benchmarks.testbed.generator import Shape
 from benchmarks.testbed.recipes import RECIPES, Stage
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import RagPrompt
-from kintsugi.core.report import ReportEntry
 from kintsugi.core.request import SelectorName
 from kintsugi.quality.measure import Case, CaseAnswer, Scores
 from kintsugi.quality.questions import Question
 
 HKVD, DEEPER = Selection(0.1), Selection(0.05, check_layer=2)
 QUERY = Selection(0.2, SelectorName.QUERY)
-
-
-def entry_of(selection: Selection, exact_match: float, kl: float) -> tuple[ReportEntry, Selection]:
-    return ReportEntry(selection, 0.2, kl, kl, 1.0, 300, 300, exact_match=exact_match), selection
-
-
-def test_each_selector_is_picked_once_and_the_best_is_first() -> None:
-    curve = [entry_of(HKVD, 0.4, 0.9), entry_of(QUERY, 0.8, 0.3), entry_of(DEEPER, 0.4, 0.7)]
-    by_match = pick_each(curve, lambda entry: -(entry.exact_match or 0.0))
-    assert list(by_match.items()) == [(SelectorName.QUERY, QUERY), (SelectorName.HKVD, DEEPER)]
-    by_kl = pick_each([*curve, entry_of(HKVD, 0.0, 0.1)], lambda entry: entry.kl_mean)
-    assert list(by_kl) == [SelectorName.HKVD, SelectorName.QUERY]
 
 
 def scores_of(selection: Selection, texts: str, sure: float) -> Scores:
@@ -42,6 +29,14 @@ def scores_of(selection: Selection, texts: str, sure: float) -> Scores:
     full = CaseAnswer("a", (1,), ({1: -0.1, 2: -2.4},), 1.0, 0.0)
     blends = [CaseAnswer(text, (1,), ({1: sure, 2: -3.0},), 0.2, 0.0) for text in texts]
     return Scores(selection, [case] * len(texts), [full] * len(texts), blends)
+
+
+def test_each_selector_is_picked_once_and_the_best_is_first() -> None:
+    curve = [scores_of(HKVD, "ab", -6.0), scores_of(QUERY, "aa", -1.0), scores_of(DEEPER, "ab", -3.0)]
+    by_match = pick_each(curve, lambda one: -exact_mean(one))
+    assert list(by_match.items()) == [(SelectorName.QUERY, QUERY), (SelectorName.HKVD, DEEPER)]
+    by_kl = pick_each([*curve, scores_of(HKVD, "bb", -0.1)], lambda one: one.kl_mean)
+    assert list(by_kl) == [SelectorName.HKVD, SelectorName.QUERY]
 
 
 def test_the_order_is_that_of_the_judged_prompts() -> None:

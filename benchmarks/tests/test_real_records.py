@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.support.passing import passing_report
 from benchmarks.support.real import figures
-from benchmarks.support.real.calibration import CALIBRATED, calibrated
+from benchmarks.support.real.calibration import CALIBRATED, calibrated, cheapest
 from benchmarks.support.real.corpus import PassageSet
 from benchmarks.support.real.questions import QUOTE, Asked
 from benchmarks.support.real.records import Records
@@ -33,7 +34,9 @@ from benchmarks.support.real.rows import (
     questions_per_kind,
 )
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.evidence import STEPS, Tally
 from kintsugi.core.plan import Selection
+from kintsugi.core.report import LADDER, Binding
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.cost import PassWorkload, configuration_cost
 from kintsugi.models.context import NONE
@@ -224,26 +227,46 @@ def test_points_lost_are_bounded_over_all_and_in_the_worse_half_of_the_lengths(r
     assert (pooled.holds, worst.holds) == (False, False)
 
 
-def test_a_calibration_is_a_record_of_its_choice(records: Records) -> None:
+CELLS = [
+    {
+        "prompts": "prompts of 2049 to 8192 tokens with declared chunks",
+        "configurations": [{"configuration": "query r=0.2 @1", "loss": 0.04, "pairs": 80}],
+    }
+]
+
+
+def test_a_calibration_is_a_record_of_what_passed(records: Records) -> None:
     assert calibrated(records) is None
     assert figures.calibration_figures(records, bars=True) == []
     selection = asdict(Selection(0.2, SelectorName.QUERY, query_layers=(4, 5)))
-    found = {"minutes": 14.0, "selection": selection, "why": "cheapest", "context": SAMPLE}
-    records.add(CALIBRATED, json.loads(json.dumps({**found, "domain": {}, "search": {}})))
+    found = {"minutes": 14.0, "selection": selection, "context": SAMPLE, "cells": CELLS}
+    records.add(CALIBRATED, json.loads(json.dumps(found)))
     assert calibrated(records) == Configuration(
         SAMPLE, Selection(0.2, SelectorName.QUERY, query_layers=(4, 5))
     )
     (minutes,) = figures.calibration_figures(records, bars=True)
     assert (minutes.value, minutes.holds) == (14.0, True)
+    assert minutes.detail.endswith("with declared chunks: query r=0.2 @1 loses 0.04 in 80")
 
 
-def test_a_calibration_may_choose_nothing(records: Records) -> None:
-    found = {"minutes": 16.0, "selection": None, "why": "undecided", "context": NONE}
-    records.add(CALIBRATED, {**found, "domain": {}, "search": {}})
+def test_what_passes_passes_at_every_length() -> None:
+    binding = Binding("00" * 32, "", "raw")
+    report = passing_report(binding, LADDER[0], "")
+    assert cheapest(report) == LADDER[0]
+    (part,) = report.parts
+    tally = Tally(losses=((STEPS, 40),))
+    lost = [replace(entry, tally=tally) if entry.cell.band == 1 else entry for entry in part.entries]
+    assert cheapest(replace(report, parts=(replace(part, entries=tuple(lost)),))) is None
+    assert cheapest(replace(report, parts=())) is None
+
+
+def test_a_calibration_may_pass_nothing(records: Records) -> None:
+    found = {"minutes": 16.0, "selection": None, "context": NONE, "cells": CELLS}
+    records.add(CALIBRATED, found)
     assert calibrated(records) is None
     (minutes,) = figures.calibration_figures(records, bars=True)
     assert minutes.holds is False
-    assert "nothing passes: undecided" in minutes.detail
+    assert minutes.detail.startswith("nothing passes; prompts of 2049")
 
 
 def test_the_speed_up_is_one_of_medians(records: Records) -> None:

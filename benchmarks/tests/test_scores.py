@@ -27,4 +27,4 @@ def test_two_halves_are_the_whole() -> None:
     first, rest = (
         Scores(Selection(0.1), cases[part], fulls[part], blends[part]) for part in (slice(1), slice(1, 3))
     )
-    assert join_scores(first, rest).entry == Scores(Selection(0.1), cases, fulls, blends).entry
+    assert join_scores(first, rest) == Scores(Selection(0.1), cases, fulls, blends)

@@ -22,7 +22,6 @@ from tests.unit.surface.deployment import _dataclass_in, environment_variables
 from tests.unit.surface.python_api import text_of
 
 VARIABLES = {
-    "KINTSUGI_ALLOW_UNCALIBRATED": "`1` blends without a calibration report. Answers may then be wrong.",
     "KINTSUGI_CACHE": "Folder for downloaded models and compiled kernels. Default: `~/.cache/kintsugi`.",
     "KINTSUGI_LOG_LEVEL": "Lowest level that gateways, engines and shards log. Default: `INFO`, which "
     "includes one line for each request.",

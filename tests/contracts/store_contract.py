@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 
+from kintsugi.core.documents import DOCUMENT_BYTES_MAX
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, ResourceExhausted
 from kintsugi.core.layout import (
     SIDE_KIND_MAX,
@@ -27,10 +28,10 @@ from kintsugi.core.layout import (
     SideKind,
     digests_of,
 )
-from kintsugi.core.prompt import Domain, LengthRange
-from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Search, Thresholds
+from kintsugi.core.report import Report
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, Erasure, LayerFrame
+from tests.fakes.reports import part_of, report_of
 
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
 FINGERPRINT = ModelFingerprint.of({"weights": "contract"})
@@ -49,16 +50,10 @@ SIDE_KINDS = (7, SCORES)
 EVERY_FRAME = range(-SIDE_KINDS[0], MIXED.num_layers)
 Chunk = tuple[ChunkManifest, list[bytes]]
 
-ANY = LengthRange(1, 9)
-DOMAIN, SEARCH = Domain("plain", ANY, ANY, ANY, ANY), Search(0, 0, 0.0)
 
-
-def make_report(created: str) -> CalibrationReport:
-    """What a calibration writes that measured nothing."""
-    binding = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0")
-    return CalibrationReport.of(
-        binding, created, "contract", 0, Noise(0.0, 0.0, 1.0), Thresholds(), DOMAIN, SEARCH, []
-    )
+def make_report(created: str, writer: str = "contract") -> Report:
+    """A report without evidence."""
+    return report_of(part_of(writer=writer), created=created)
 
 
 def make_chunk(tokens: Sequence[int], space: ChunkSpace = SPACE, seed: int = 0) -> Chunk:
@@ -396,44 +391,34 @@ class StoreContract:
         assert store.get_report(FINGERPRINT, "gate") == b"two"
         assert store.get_report(other, "gate") is None
         with pytest.raises(ResourceExhausted, match="at most"):
-            store.put_report(FINGERPRINT, "gate", bytes(REPORT_BYTES_MAX + 1))
+            store.put_report(FINGERPRINT, "gate", bytes(DOCUMENT_BYTES_MAX + 1))
         assert store.get_report(FINGERPRINT, "gate") == b"two"
 
     def test_reports_put_in_any_order_end_alike(self, store: ChunkStore) -> None:
-        """A calibration outlives older ones, and its trip outlives other writes of it."""
-        older, newer = make_report("2026-01-01T00:00:00+00:00"), make_report("2026-01-02T00:00:00+00:00")
-        trips = [newer.as_tripped(reason, "2026-01-03T00:00:00+00:00") for reason in ("KL", "top-1")]
-        written = [older.as_tripped("KL", "2026-01-04T00:00:00+00:00"), newer, *trips]
+        """The latest counts, and of several with one date everybody keeps the same one."""
+        latest = [make_report("2026-01-03T00:00:00+00:00", writer) for writer in ("one", "other")]
+        dates = ("2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00")
+        written = [*map(make_report, dates), *latest]
         kept = []
         for name, order in enumerate(itertools.permutations(written)):
             for report in order:
                 store.put_report(FINGERPRINT, f"gate-{name}", report.to_bytes())
             kept.append(store.get_report(FINGERPRINT, f"gate-{name}"))
         assert len(set(kept)) == 1
-        assert kept[0] in [trip.to_bytes() for trip in trips]
+        assert kept[0] in [one.to_bytes() for one in latest]
 
-    def test_a_new_calibration_replaces_a_tripped_one(self, store: ChunkStore) -> None:
-        tripped = make_report("2026-01-01T00:00:00+00:00").as_tripped("KL", "2026-01-03T00:00:00+00:00")
-        again = make_report("2026-01-02T00:00:00+00:00").to_bytes()
-        store.put_report(FINGERPRINT, "gate", tripped.to_bytes())
+    def test_what_is_no_report_replaces_none(self, store: ChunkStore) -> None:
+        report = make_report("2026-01-01T00:00:00+00:00").to_bytes()
+        store.put_report(FINGERPRINT, "gate", report)
         store.put_report(FINGERPRINT, "gate", b"no report")
-        assert store.get_report(FINGERPRINT, "gate") == tripped.to_bytes()
-        store.put_report(FINGERPRINT, "gate", again)
-        assert store.get_report(FINGERPRINT, "gate") == again
+        assert store.get_report(FINGERPRINT, "gate") == report
 
-    def test_a_report_from_the_future_is_refused_unless_it_turns_blending_off(
-        self, store: ChunkStore
-    ) -> None:
+    def test_a_report_from_the_future_is_refused(self, store: ChunkStore) -> None:
         soon = (datetime.now(UTC) + timedelta(hours=12)).isoformat(timespec="seconds")
         store.put_report(FINGERPRINT, "gate", make_report(soon).to_bytes())
         future = make_report("9998-01-01T00:00:00+00:00")
         with pytest.raises(InvalidField, match=r"created: 9998-01-01.* more than a day ahead"):
             store.put_report(FINGERPRINT, "gate", future.to_bytes())
-        assert store.get_report(FINGERPRINT, "gate") == make_report(soon).to_bytes()
-        tripped = future.as_tripped("KL", "2026-01-03T00:00:00+00:00").to_bytes()
-        store.put_report(FINGERPRINT, "gate", tripped)
-        assert store.get_report(FINGERPRINT, "gate") == tripped
-        store.put_report(FINGERPRINT, "gate", make_report(soon).to_bytes())
         assert store.get_report(FINGERPRINT, "gate") == make_report(soon).to_bytes()
 
     def test_stats_count_what_is_held(self, store: ChunkStore) -> None:

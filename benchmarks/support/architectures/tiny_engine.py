@@ -73,7 +73,7 @@ def _connector_config(store: str) -> dict[str, object]:
     return {
         "store": store,
         "prefix_token_ids": list(PREFIX),
-        "allow_uncalibrated": True,
+        "quality": "off",
         "loading_controller": False,
         "lookup_deadline_ms": 60_000,
         "layer_deadline_ms": 60_000,

@@ -103,7 +103,7 @@ def measure(quick: bool) -> list[Figure]:
         config = {
             "store": f"grpc://{shard.address}",
             "discovery_namespace": "agent",
-            "allow_uncalibrated": True,
+            "quality": "off",
             "loading_controller": setting.loading_controller,
         }
         with plain_server(model, setting, transfer_config(config)) as server:

@@ -24,7 +24,7 @@ DISCOVERED = KintsugiParams("cost", discover=True)
 
 def measure(quick: bool) -> list[Figure]:
     model = make_checkpoint_once("tiny-llama" if quick else "llama-210m")
-    config = {"store": "ram://discovery-cost", "allow_uncalibrated": True}
+    config = {"store": "ram://discovery-cost", "quality": "off"}
     arguments = {"dtype": "bfloat16", "max_model_len": 4096, "kv_cache_memory_bytes": 512 << 20}
     with LocalEngine.start(model, extra_config=config, **arguments) as engine:
         on, off = _measure_pairs(engine, quick)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,35 @@ from benchmarks.support.real.engine import CHUNK_END, MODEL_TOKENS_MAX
 from benchmarks.support.real.records import Key, Records
 from benchmarks.support.real.rows import Configuration
 from kintsugi.cli.exits import ExitCode
+from kintsugi.core.evidence import Quality
 from kintsugi.core.plan import Selection
-from kintsugi.core.request import SelectorName
+from kintsugi.core.report import FILE, Report
+from kintsugi.core.schema import load
+from kintsugi.quality import reports
 
 CALIBRATED: Key = ("calibrated",)
 MINUTES = 24.0
-"""Of the search; engines start within them, the last step may end later. Within 13 nothing was decided: a
-configuration that changes 2.6 % of the tokens passes after about 160 prompts, one of 3.4 % after 230."""
+"""The last batch of prompts may end later."""
 TIMEOUT_S = 3600.0
 CHOSEN_EXITS = (ExitCode.OK, ExitCode.NOT_BLENDABLE)
 
 
 def measure_calibration(
-    model: str, sets: Sequence[PassageSet], contexts: dict[str, str], folder: Path, records: Records
+    model: str,
+    sets: Sequence[PassageSet],
+    context: tuple[str, str],
+    folder: Path,
+    records: Records,
 ) -> None:
-    """Calibrate on the open questions of ``sets`` and record minutes, choice and domain.
+    """Calibrate on the open questions of ``sets`` and record minutes, what passes, and the losses.
 
-    ``contexts`` gives the setting `model.expert.context` of each name. The report is kept in ``folder``.
-    Raises `RuntimeError` if the command fails.
+    ``context``: its name, and the setting `model.expert.context`. The report is kept in ``folder``. Raises
+    `RuntimeError` if the command fails.
     """
     if CALIBRATED in records:
         return
+    name, setting = context
+    out = folder / "calibration.json"
     questions = folder / "calibration-questions.jsonl"
     questions.write_text("".join(json.dumps(_question(one)) + "\n" for one in sets))
     command = [
@@ -49,9 +58,7 @@ def measure_calibration(
     ]
     command += ["--model", model, "--questions", str(questions), "--minutes", str(MINUTES)]
     command += ["--engine", json.dumps({"max_model_len": MODEL_TOKENS_MAX, "dtype": "bfloat16"})]
-    command += ["--form", "chat", "--out", str(folder / "calibration.json")]
-    for setting in contexts.values():
-        command += ["--context", setting]
+    command += ["--form", "chat", "--out", str(out), "--context", setting]
     say(f"calibrating {model} on {len(sets)} questions, within about {MINUTES:g} minutes")
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     started_s = time.perf_counter()
@@ -59,23 +66,19 @@ def measure_calibration(
     minutes = (time.perf_counter() - started_s) / 60
     if done.returncode not in CHOSEN_EXITS:
         raise RuntimeError(f"kintsugi calibrate ended with {done.returncode}")
-    document = json.loads(done.stdout)
-    tried = document.get("context", {})
-    names = {setting: name for name, setting in contexts.items()}
-    choice = document["choice"]
-    records.add(
-        CALIBRATED,
-        {
-            "minutes": minutes,
-            "selection": choice.get("selection"),
-            "why": choice["why"],
-            "context": names.get(str(tried.get("context")), next(iter(contexts))),
-            "contexts": tried,
-            "domain": document["domain"],
-            "search": document["search"],
-        },
-    )
-    say(f"calibrated in {minutes:.1f} minutes: {choice['why']}")
+    passed = cheapest(reports.read(out))
+    cells = json.loads(done.stdout)["cells"]
+    selection = None if passed is None else asdict(passed)
+    records.add(CALIBRATED, {"minutes": minutes, "selection": selection, "context": name, "cells": cells})
+    say(f"calibrated in {minutes:.1f} minutes: {cells}")
+
+
+def cheapest(report: Report) -> Selection | None:
+    """The cheapest configuration that passes on the file's evidence for prompts of every measured length;
+    None if none does."""
+    standings = [report.standing(cell, FILE, Quality.BALANCED) for cell in report.cells]
+    passed = min((one.passed for one in standings), key=len, default=())
+    return passed[-1] if passed else None
 
 
 def _question(one: PassageSet) -> dict[str, Any]:
@@ -83,13 +86,8 @@ def _question(one: PassageSet) -> dict[str, Any]:
 
 
 def calibrated(records: Records) -> Configuration | None:
-    """The configuration that calibration chose; None if it chose none, or did not run."""
+    """The cheapest configuration that passed; None if none did, or calibration did not run."""
     found = records.below(*CALIBRATED).get(())
     if found is None or found["selection"] is None:
         return None
-    fields = {
-        **found["selection"],
-        "selector": SelectorName(found["selection"]["selector"]),
-        "query_layers": tuple(found["selection"]["query_layers"]),
-    }
-    return Configuration(found["context"], Selection(**fields))
+    return Configuration(found["context"], load(Selection, found["selection"], "selection"))

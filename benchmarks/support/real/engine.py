@@ -80,7 +80,7 @@ def real_engine(model: str, store: str, form: PromptForm, context: Sequence[int]
     """Prefix caching is on, because full prefill answers many questions about the same passages."""
     extra: dict[str, object] = {
         "store": store,
-        "allow_uncalibrated": True,
+        "quality": "off",
         "loading_controller": False,
         "lookup_deadline_ms": PATIENCE_MS,
         "layer_deadline_ms": PATIENCE_MS,

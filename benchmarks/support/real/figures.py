@@ -210,14 +210,19 @@ def speed_figures(records: Records, one: Configuration, suffix: str, bars: bool)
 
 
 def calibration_figures(records: Records, bars: bool) -> list[Figure]:
-    """How long calibration took, and what it decided."""
+    """How long calibration took, and what passed."""
     if CALIBRATED not in records:
         return []
     found, allowed = records[CALIBRATED], calibrated(records)
-    decision = "nothing passes" if allowed is None else allowed.name
-    detail = f"{decision}: {found['why']}; {found['search']}; domain {found['domain']}"
+    decision = "nothing passes" if allowed is None else f"{allowed.name} passes"
+    detail = "; ".join([decision, *map(_describe_cell, found["cells"])])
     bar = MINUTES_BAR if bars else None
     return [Figure.at_most("calibrate_minutes_real", found["minutes"], bar, "min", detail)]
+
+
+def _describe_cell(cell: Mapping[str, Any]) -> str:
+    rows = [f"{row['configuration']} loses {row['loss']} in {row['pairs']}" for row in cell["configurations"]]
+    return f"{cell['prompts']}: {', '.join(rows)}"
 
 
 def cache_figure(records: Records) -> Figure:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.support import grid
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.musique import MUSIQUE
@@ -54,7 +55,6 @@ from kintsugi.fusor.control.cost import PassWorkload
 from kintsugi.models.context import BUNDLED, NONE, tokenize_context
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import REFERENCE
-from kintsugi.quality import grid
 from kintsugi.quality.measure import Case
 from kintsugi.quality.questions import Question
 
@@ -204,8 +204,8 @@ class Run:
             return False
         self._stop_engine()
         sets = self._corpus.choosing_sets(self._size.calibration_sets, self._size.per_kind)
-        contexts = {served.context: self._context(served.context)}
-        measure_calibration(self._setup.model, sets, contexts, self._folder, self._records)
+        context = served.context, self._context(served.context)
+        measure_calibration(self._setup.model, sets, context, self._folder, self._records)
         return True
 
     def _judge(self, choice: Choice, asked_of: Sequence[Configuration], kinds: Sequence[str]) -> bool:
@@ -301,4 +301,4 @@ class Run:
 def _header(setup: RealSetup, *texts: object) -> Mapping[str, Any]:
     """What records must have in common to be joined."""
     digest = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
-    return {"model": setup.model, "texts": digest, "version": 2}
+    return {"model": setup.model, "texts": digest, "version": 3}

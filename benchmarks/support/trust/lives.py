@@ -43,7 +43,7 @@ def engine(store_url: str, seed: int) -> None:
     from tests.fakes.random_models.factory import make_checkpoint_once
 
     chance = random.Random(seed)
-    config = {"store": store_url, "save_only": True, "allow_uncalibrated": True}
+    config = {"store": store_url, "save_only": True, "quality": "off"}
     with LocalEngine.start(make_checkpoint_once("tiny-llama"), extra_config=config, **ENGINE) as local:
         space = local.space(NAMESPACE)
         while True:

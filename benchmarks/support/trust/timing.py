@@ -50,7 +50,7 @@ MARGIN = 1.05
 AUC_BAR = 0.55
 SPEEDUP_BAR = 1.3
 CONFIG = {
-    "allow_uncalibrated": True,
+    "quality": "off",
     "loading_controller": False,
     "lookup_deadline_ms": 30_000,
     "layer_deadline_ms": 30_000,

@@ -62,7 +62,7 @@ class ModelExpertSpec(ModelExpert, ManifestSettings):
 
 @dataclass(frozen=True)
 class Model(ModelSpec, ManifestSettings):
-    """The model. Any change makes a new revision: the old engines serve until the new ones may."""
+    """The model. Any change makes a new revision: the old engines serve until the new ones are ready."""
 
     NARROWED: ClassVar = {
         "path": {
@@ -116,8 +116,6 @@ class Engines(EngineSpec, ManifestSettings):
     """Memory of each pod."""
     gpus: int = setting(0, minimum=0, maximum=16)
     """GPUs of each pod; 0: vLLM runs on the CPU."""
-    calibrate: bool = setting(True, after="allow_uncalibrated")
-    """Calibrate a model without a report in a job, and switch to a new model only once it is calibrated."""
     expert: EnginesExpert = field(default_factory=EnginesExpert)
 
 
@@ -152,7 +150,7 @@ class Volumes(ManifestSettings):
     retain: bool = True
     """Keep persistent volumes when the service is deleted."""
     data_gib: float = setting(1.0, minimum=0.1, maximum=1024)
-    """Size in GiB of each shard's data volume, which holds its identity and calibration reports."""
+    """Size in GiB of each shard's data volume, which holds its identity and the reports on blending."""
     storage_class: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Storage class of the data volumes; empty: the cluster's default."""
 
@@ -198,8 +196,8 @@ class Store(StoreSettings, ManifestSettings):
     Engines, gateways and jobs mount it, shards do not; empty: no namespace is encrypted."""
     tokens_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Name of a Secret that says who may do what on shards: `tokens.yaml` holds hashed tokens with their
-    namespaces and verbs, as JSON, `token` the token of engines, gateways and calibrations, and `corpus-token`
-    that of CorpusPrecomputes. Empty: every client may do everything."""
+    namespaces and verbs, as JSON, `token` the token of engines and gateways, and `corpus-token` that of
+    CorpusPrecomputes. Empty: every client may do everything."""
     insecure: bool = False
     """Allow a store with neither TLS nor NetworkPolicies: anybody in the cluster may read it."""
     expert: StoreExpertSpec = field(default_factory=StoreExpertSpec)
@@ -324,8 +322,8 @@ class ServiceExpert(ManifestSettings):
     """Settings of the pods and the network of a service that few need."""
 
     pod_templates: Mapping[str, PodTemplate] = setting(dict, maxProperties=len(ROLES), keys=ROLES)
-    """Additions to pods, by their role: engines (and the job that calibrates a model), corpora (unset: those
-    of engines), store, gateway, heads. Shards restart one at a time when those of the store change."""
+    """Additions to pods, by their role: engines, corpora (unset: those of engines), store, gateway, heads.
+    Shards restart one at a time when those of the store change."""
     redis: Redis = field(default_factory=Redis)
     kuberay_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
     """Kubernetes namespace of KubeRay's operator, which deploys through the heads' dashboards; empty: this

@@ -34,7 +34,6 @@ COLUMNS = {
         ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status'),
         ("Shards", "string", ".status.shards"),
         ("Engines", "string", ".status.engines"),
-        ("Calibrated", "string", '.status.conditions[?(@.type=="Calibrated")].reason'),
         ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason'),
         ("Age", "date", ".metadata.creationTimestamp"),
     ],

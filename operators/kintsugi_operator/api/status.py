@@ -57,7 +57,7 @@ class RolloutStatus(ManifestSettings):
     pending: str = ""
     """The revision that will replace it; empty: none."""
     phase: str = "Idle"
-    """Idle, Starting, Calibrating, Warming or Blocked."""
+    """Idle, Starting or Warming."""
     since: str = ""
     """When the phase began."""
     retiring: tuple[str, ...] = ()
@@ -74,22 +74,6 @@ class OperatorStatus(ManifestSettings):
     """`NAMESPACE/NAME` of the Lease that its leader holds."""
     scope: str = ""
     """`Cluster` or `Namespace`."""
-
-
-@dataclass(frozen=True)
-class CalibrationStatus(ManifestSettings):
-    """A calibration that has ended. It is remembered here, since its RayJob may be deleted."""
-
-    revision: str
-    """Name of the revision that was calibrated."""
-    state: str
-    """`Succeeded` or `Failed`."""
-    message: str = setting("", maxLength=1024)
-    """What the job said at its end."""
-    failures: int = 0
-    """How often it has failed."""
-    job: str = ""
-    """UID of the RayJob that failed last."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +95,6 @@ class BlendServiceStatus(ManifestSettings):
     """Engine pods of the revision that serves."""
     engine_selector: str = ""
     """Labels of those pods, for autoscalers that use the `scale` subresource."""
-    calibrations: tuple[CalibrationStatus, ...] = setting((), mapKey="revision")
-    """Calibrations of present revisions that have ended. They are not repeated."""
     model: str = ""
     """Name of the model that serves."""
     endpoints: Endpoints = field(default_factory=Endpoints)

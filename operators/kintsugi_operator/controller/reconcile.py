@@ -43,11 +43,10 @@ from kintsugi_operator.desired.teardown import DRAIN_S_MAX, must_drain, next_tea
 from kintsugi_operator.desired.validation import check_corpus, check_service
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
-from kintsugi_operator.objects.jobs import CALIBRATION, CORPUS
+from kintsugi_operator.objects.jobs import CORPUS
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
     LABEL_CORPUS,
-    LABEL_PART,
     LABEL_REVISION,
     LABEL_ROLE,
     LABEL_SERVICE,
@@ -277,9 +276,6 @@ class Reconciler:
             cluster = await self._reads.get(RAY_CLUSTER, owner.namespace, view.cluster)
             cluster_digest = digest_of(cluster, ANNOTATION_CLUSTER) if cluster is not None else ""
         revisions = [revision_of(one) for one in owned if one["kind"] == "ConfigMap"]
-        jobs = [
-            one for one in owned if one["kind"] == RAY_JOB.kind and label_of(one, LABEL_PART) == CALIBRATION
-        ]
         grpc = ("Service", join_name(owner.name, "grpc"))
         (front,) = [one for one in owned if (one["kind"], one["metadata"]["name"]) == grpc] or [{}]
         return Observed(
@@ -294,7 +290,6 @@ class Reconciler:
             pod_failures=list_pod_failures(pods, self._clock()),
             revisions=dict(one for one in revisions if one is not None),
             selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
-            calibrations={label_of(one, LABEL_REVISION): job_view(one) for one in jobs},
             corpora=await self._corpora(owner),
             home=self._home,
         )

@@ -3,18 +3,17 @@ last status and what was observed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Model
-from kintsugi_operator.api.status import BlendServiceStatus, CalibrationStatus, Condition, RolloutStatus
+from kintsugi_operator.api.status import BlendServiceStatus, Condition, RolloutStatus
 from kintsugi_operator.desired.compare import replacement_patch
-from kintsugi_operator.desired.rollout import Phase, calibrated_revision, step, wanted_revisions
+from kintsugi_operator.desired.rollout import Phase, step, wanted_revisions
 from kintsugi_operator.desired.shards import ShardStep, next_step, ready_shards
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
-from kintsugi_operator.objects.jobs import calibration_job
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
     ANNOTATION_DIGEST,
@@ -34,10 +33,7 @@ from kintsugi_operator.objects.store import (
     store_objects,
 )
 from kintsugi_operator.observed import conditions as c
-from kintsugi_operator.observed.views import JobState, JobView, Observed, RayServiceView, label_of
-
-FAILURES_MAX = 3
-"""A failed calibration runs again when its RayJob is deleted, until it has failed this often."""
+from kintsugi_operator.observed.views import Observed, RayServiceView, label_of
 
 
 @dataclass(frozen=True)
@@ -74,11 +70,9 @@ def plan_service(
     now: datetime,
 ) -> Desired:
     """Decide for a spec that `validation.check_service` has accepted."""
-    live_jobs = observed.calibrations
-    observed = replace(observed, calibrations=_all_calibrations(before.calibrations, live_jobs))
     requested = EngineRevision.of(spec)
     known = {**observed.revisions, requested.name: requested}
-    rollout = step(before.rollout, requested.name, spec.engines.calibrate, observed, now)
+    rollout = step(before.rollout, requested.name, observed, now)
     rollout = _drop_unknown(rollout, known, requested.name)
     has_moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
     since = before.rollout.since if before.rollout.since and not has_moved else c.timestamp(now)
@@ -99,7 +93,6 @@ def plan_service(
         *account_objects(owner),
         *store,
         *(one for name in wanted_revisions(rollout) for one in revision_objects(spec, owner, known[name])),
-        *_calibration_jobs(spec, owner, rollout, known, observed, live_jobs),
         *service_objects(spec, owner, rollout.active),
         *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
         *policies(spec, owner, observed.home),
@@ -109,7 +102,6 @@ def plan_service(
         observed_generation=before.observed_generation,
         shard_groups=groups,
         store_image=image.image,
-        calibrations=_record_calibrations(before.calibrations, live_jobs, wanted_revisions(rollout)),
         operator=before.operator,
     )
     return Desired(tuple(map(sign, objects)), status, shard_step, _cluster_patch(store[-1], observed))
@@ -134,57 +126,6 @@ def _drop_unknown(
         pending=rollout.pending if rollout.pending in known else "",
         retiring=tuple(one for one in rollout.retiring if one in known),
     )
-
-
-def _all_calibrations(
-    records: Sequence[CalibrationStatus], live: Mapping[str, JobView]
-) -> Mapping[str, JobView]:
-    """Return the calibrations by revision: those with a RayJob, and those that ended and whose RayJob was
-    deleted.
-
-    The latter have no name. Failed ones that may run again are left out.
-    """
-    done = {one.revision: JobView(JobState.SUCCEEDED) for one in records if one.state == JobState.SUCCEEDED}
-    failed = {
-        one.revision: JobView(JobState.FAILED, one.message)
-        for one in records
-        if one.state == JobState.FAILED and one.failures >= FAILURES_MAX
-    }
-    return {**done, **failed, **live}
-
-
-def _record_calibrations(
-    records: Sequence[CalibrationStatus], live: Mapping[str, JobView], revisions: Collection[str]
-) -> tuple[CalibrationStatus, ...]:
-    """The calibrations of these revisions that have ended, for the status."""
-    kept = {one.revision: one for one in records}
-    for revision, job in live.items():
-        former = kept.get(revision)
-        if job.state is JobState.SUCCEEDED:
-            kept[revision] = CalibrationStatus(revision, str(job.state))
-        elif job.state is JobState.FAILED and (former is None or former.job != job.uid):
-            failures = (former.failures if former is not None else 0) + 1
-            kept[revision] = CalibrationStatus(revision, str(job.state), job.message, failures, job.uid)
-    return tuple(one for revision, one in sorted(kept.items()) if revision in revisions)
-
-
-def _calibration_jobs(
-    spec: BlendServiceSpec,
-    owner: Owner,
-    rollout: RolloutStatus,
-    known: Mapping[str, EngineRevision],
-    observed: Observed,
-    live_jobs: Mapping[str, JobView],
-) -> list[Manifest]:
-    """The calibration job of the pending revision, or else of the active one. It starts when the store is
-    ready, because it writes its report there. A job that has ended is not created again after its
-    deletion."""
-    if not spec.engines.calibrate:
-        return []
-    revision = calibrated_revision(rollout)
-    is_store_ready = observed.store is not None and observed.store.is_ready
-    may_start = is_store_ready and revision not in observed.calibrations
-    return [calibration_job(spec, owner, known[revision])] if revision in live_jobs or may_start else []
 
 
 def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
@@ -230,7 +171,6 @@ def _status(
             _kuberay_condition(spec, owner, observed),
             _store_condition(spec, observed, ready),
             _shards_condition(spec, owner, observed, shard_step),
-            _calibration_condition(spec, rollout, observed),
             _rollout_condition(rollout, observed),
             _ready_condition(ready, engines_ready, observed, rollout),
         ),
@@ -294,36 +234,12 @@ def _shards_condition(
     return c.false(c.SHARDS, "Upgrading", f"{shard_step.message}; {shard_step.outdated} left")
 
 
-def _calibration_condition(spec: BlendServiceSpec, rollout: RolloutStatus, observed: Observed) -> Condition:
-    if not spec.engines.calibrate:
-        return c.unknown(c.CALIBRATED, "Off", "engines.calibrate is false")
-    job = observed.calibrations.get(calibrated_revision(rollout))
-    if job is None or job.state is JobState.ABSENT:
-        return c.unknown(c.CALIBRATED, "NotStarted", "the job starts once the store is ready")
-    if job.state is JobState.SUCCEEDED:
-        return c.true(c.CALIBRATED, "ReportWritten")
-    if job.state is JobState.FAILED:
-        look = f"Look at RayJob {job.name}; delete it to try again"
-        if not job.name:
-            look = f"It failed {FAILURES_MAX} times and its RayJob is gone: change the spec"
-        return c.false(
-            c.CALIBRATED,
-            "Failed",
-            f"{job.message or 'the job failed'}. {look}, or set engines.calibrate to false to serve this "
-            "model without blending",
-        )
-    text = f"RayJob {job.name} is running; requests get a full prefill"
-    return c.false(c.CALIBRATED, "Running", text + _join_messages(None, observed, "calibration"))
-
-
 def _rollout_condition(rollout: RolloutStatus, observed: Observed) -> Condition:
     if not rollout.pending:
         return c.true(c.ROLLED_OUT, "Idle")
     messages: dict[str, str] = {
         Phase.STARTING: "its engines are starting",
-        Phase.CALIBRATING: "it is being calibrated",
         Phase.WARMING: "corpora are being filled for it",
-        Phase.BLOCKED: "its calibration failed (see Calibrated)",
     }
     text = f"revision {rollout.active} serves until {rollout.pending} is ready"
     text += f": {messages.get(rollout.phase, rollout.phase)}"

@@ -2,16 +2,13 @@
 
 ::
 
-    Idle ──spec asks for another──▶ Starting ──engines ready──▶ Calibrating ──report──▶ Warming
-      ▲                                │                            │                     │
-      │                                └── no calibration wanted ───┴──────────▶          │
-      │                                                             │ failed              │ corpora filled
-      └──────────── the old one is retired ◀── the Service switches ◀┼────────────────────┘
-                                                                    ▼
-                                                                 Blocked  (the old one serves on)
+    Idle ──spec asks for another──▶ Starting ──engines ready──▶ Warming
+      ▲                                                            │ corpora filled
+      └──── the old one is retired ◀── the Service switches ◀──────┘
 
-The first revision serves at once, in full prefill, while it is calibrated. A newly requested revision
-replaces the pending one; requesting the active one again ends the rollout.
+The first revision serves at once. A revision whose model has no report serves by full prefill until its
+engines have learned from the prompts they serve. A newly requested revision replaces the pending one;
+requesting the active one again ends the rollout.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from enum import StrEnum
 
 from kintsugi_operator.api.status import RolloutStatus
 from kintsugi_operator.observed.conditions import timestamp
-from kintsugi_operator.observed.views import JobState, Observed
+from kintsugi_operator.observed.views import Observed
 
 RETIRE_AFTER_S = 120.0
 """Time for old engines to finish their requests: more than their drain time."""
@@ -34,9 +31,7 @@ class Phase(StrEnum):
 
     IDLE = "Idle"
     STARTING = "Starting"
-    CALIBRATING = "Calibrating"
     WARMING = "Warming"
-    BLOCKED = "Blocked"
 
 
 def wanted_revisions(rollout: RolloutStatus) -> tuple[str, ...]:
@@ -44,14 +39,7 @@ def wanted_revisions(rollout: RolloutStatus) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one for one in (rollout.active, rollout.pending, *rollout.retiring) if one))
 
 
-def calibrated_revision(rollout: RolloutStatus) -> str:
-    """The revision to calibrate: the pending one, or else the active one."""
-    return rollout.pending or rollout.active
-
-
-def step(
-    rollout: RolloutStatus, requested: str, calibrate: bool, observed: Observed, now: datetime
-) -> RolloutStatus:
+def step(rollout: RolloutStatus, requested: str, observed: Observed, now: datetime) -> RolloutStatus:
     """Return the next state, at most one phase further. Repeated calls with the same input reach a state that
     no longer changes. The caller sets `since`."""
     rollout = _retire_due(_recover_active(rollout, observed), now)
@@ -61,7 +49,7 @@ def step(
         return _replace_pending(rollout, "", Phase.IDLE) if rollout.pending else rollout
     if requested != rollout.pending:
         return _replace_pending(rollout, requested, Phase.STARTING)
-    return _advance_pending(rollout, calibrate, observed, now)
+    return _advance_pending(rollout, observed, now)
 
 
 def _recover_active(rollout: RolloutStatus, observed: Observed) -> RolloutStatus:
@@ -70,20 +58,11 @@ def _recover_active(rollout: RolloutStatus, observed: Observed) -> RolloutStatus
     return replace(rollout, active=observed.selected) if is_lost else rollout
 
 
-def _advance_pending(
-    rollout: RolloutStatus, calibrate: bool, observed: Observed, now: datetime
-) -> RolloutStatus:
+def _advance_pending(rollout: RolloutStatus, observed: Observed, now: datetime) -> RolloutStatus:
     """Advance the pending revision by at most one phase."""
     service = observed.services.get(rollout.pending)
-    is_ready = service is not None and service.is_ready
-    job = observed.calibrations.get(rollout.pending)
-    state = job.state if job is not None else JobState.ABSENT
-    if calibrate and state is JobState.FAILED:
-        return replace(rollout, phase=Phase.BLOCKED)
-    if not is_ready:
+    if service is None or not service.is_ready:
         return replace(rollout, phase=Phase.STARTING)
-    if calibrate and state is not JobState.SUCCEEDED:
-        return replace(rollout, phase=Phase.CALIBRATING)
     if not is_warm(observed, rollout.pending):
         return replace(rollout, phase=Phase.WARMING)
     others = (one for one in (rollout.active, *rollout.retiring) if one != rollout.pending)

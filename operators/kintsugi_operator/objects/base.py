@@ -101,14 +101,14 @@ def fault_tolerance(redis: Redis) -> Manifest:
 
 
 def ray_cluster(
-    head: Manifest, groups: Sequence[Manifest], ray_version: str, autoscaled: bool = False, head_cpus: int = 0
+    head: Manifest, groups: Sequence[Manifest], ray_version: str, autoscaled: bool = False
 ) -> Manifest:
-    """The spec of a Ray cluster. Without `head_cpus`, the head runs only what is pinned to it."""
+    """The spec of a Ray cluster. Its head has no CPUs for Ray, so it runs only what is pinned to it."""
     cluster: Manifest = {
         "rayVersion": ray_version,
         "headGroupSpec": {
             "rayStartParams": {
-                "num-cpus": str(head_cpus),
+                "num-cpus": "0",
                 "dashboard-host": "0.0.0.0",
                 "object-store-memory": str(OBJECT_STORE_BYTES),
             },

@@ -57,8 +57,8 @@ CORPUS_KEY = "corpus-token"
 
 @dataclass(frozen=True)
 class EngineRevision(ManifestSettings):
-    """The settings that change the answers of engines. A new revision is calibrated and warmed while the old
-    one serves."""
+    """The settings that change the answers of engines. A new revision starts and is warmed while the old one
+    serves."""
 
     model: Model
     image: str

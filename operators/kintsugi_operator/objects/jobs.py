@@ -1,10 +1,10 @@
-"""RayJobs for calibration and precompute. Each has a Ray cluster of its own."""
+"""RayJobs that fill the store with corpora. Each has a Ray cluster of its own."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kintsugi.core.deploy import ModelExpert
@@ -27,58 +27,18 @@ from kintsugi_operator.objects.pods import (
     claim_volume,
     template,
 )
-from kintsugi_operator.objects.service import engine_pod, model_env, model_volumes, revision_map_name
+from kintsugi_operator.objects.service import model_env, model_volumes, revision_map_name
 
-CALIBRATION = "calibration"
 CORPUS = "corpus"
 REVISION = "/etc/kintsugi/revision"
 STATE = "/state"
 CORPUS_FILES = "/corpus"
-CALIBRATION_TTL_S = 600
 BOUND = ("dtype", "hf_overrides", "kv_cache_dtype", "quantization", "revision")
 """Arguments of vLLM that are part of a chunk's identity: corpora take them from the service."""
 LOADING = ("load_format", "max_model_len", "trust_remote_code")
 """Arguments without which some models cannot be loaded."""
-OPENAI_OPTIONS = ("chat_template", "reasoning_parser", "tool_call_parser")
-"""Arguments of `vllm serve` that `vllm.LLM` does not accept."""
 RETRIES = 2
 """Retries of a corpus's job. Each continues where the last attempt stopped."""
-
-
-def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
-    """The RayJob that calibrates a revision's model and writes the report."""
-    spec = revision.within(spec)
-    model = spec.model
-    command = ["kintsugi", "calibrate", "--model", model.path, "--codec", model.codec]
-    command += ["--store", store_url(spec, owner.name, owner.namespace), "--json"]
-    if arguments := engine_arguments(spec.engines.gpus, spec.engines.vllm):
-        command += ["--engine", json.dumps(arguments, sort_keys=True)]
-    if not spec.engines.expert.portable:
-        command.append("--no-portable")
-    if any(one.discovers for one in spec.privacy.values()):
-        command.append("--segments")
-    volumes = [*client_secrets(spec), *_system_prompt(owner.name, revision)]
-    command += _prompt_options(revision)
-    tags = labels(owner.name, part=CALIBRATION, revision=revision.name)
-    head = template(
-        Pod(
-            **pod_basics(spec, owner.name, {**tags, LABEL_ROLE: "head"}),
-            **engine_pod(spec),
-            volumes=[*model_volumes(spec), *volumes],
-            is_head=True,
-        )
-    )
-    cluster = ray_cluster(head, [], spec.expert.ray_version, head_cpus=1)
-    body = _job(command, cluster, CALIBRATION_TTL_S, retries=0)
-    return make_object(
-        owner, "RayJob", ray_named(owner.name, "calibrate", revision.name), tags, body, RAY_API_VERSION
-    )
-
-
-def engine_arguments(gpus: int, vllm: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM arguments with which a job loads the model as the service does."""
-    arguments = {name: value for name, value in vllm.items() if name not in OPENAI_OPTIONS}
-    return {"tensor_parallel_size": gpus, **arguments} if gpus > 1 else arguments
 
 
 def _prompt_options(revision: EngineRevision) -> list[str]:
@@ -156,9 +116,8 @@ def corpus_job(
         )
     )
     group = worker_group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
-    # Without `head_cpus`, no engine runs on the head.
     cluster = ray_cluster(head, [group], service.expert.ray_version)
-    body = _job(corpus_command(corpus, owner, service, revision), cluster, corpus.expert.ttl_s, RETRIES)
+    body = _job(corpus_command(corpus, owner, service, revision), cluster, corpus.expert.ttl_s)
     if corpus.suspend:
         # Set it only to true: KubeRay drops false, and a job queue may set the field.
         body["spec"]["suspend"] = True
@@ -171,7 +130,8 @@ def corpus_command(
     """The job's command. It stores chunks in the chunk space that the service reads."""
     model, workers = service.model, corpus.workers
     vllm = {name: value for name, value in service.engines.vllm.items() if name in (*BOUND, *LOADING)}
-    vllm = engine_arguments(workers.gpus, vllm)
+    if workers.gpus > 1:
+        vllm["tensor_parallel_size"] = workers.gpus
     expert, columns = corpus.expert, corpus.expert.columns
     options = {
         "--model": model.path,
@@ -201,7 +161,7 @@ def corpus_command(
     return ["kintsugi", "precompute", "run", *flat, "--replace-model", "--json", "--", corpus.source]
 
 
-def _job(command: Sequence[str], cluster: Manifest, ttl_s: int, retries: int) -> Manifest:
+def _job(command: Sequence[str], cluster: Manifest, ttl_s: int) -> Manifest:
     return {
         "spec": {
             "entrypoint": shlex.join(command),
@@ -209,7 +169,7 @@ def _job(command: Sequence[str], cluster: Manifest, ttl_s: int, retries: int) ->
             "submissionMode": "HTTPMode",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": ttl_s,
-            "backoffLimit": retries,
+            "backoffLimit": RETRIES,
             "rayClusterSpec": cluster,
         }
     }

@@ -16,7 +16,7 @@ from kintsugi_operator.objects.pods import DASHBOARD_PORT, METRICS_PORT, Manifes
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 KUBERAY = {"app.kubernetes.io/name": "kuberay-operator"}
 OPERATOR = {"app.kubernetes.io/name": "kintsugi-operator"}
-USERS = ("service", "calibration", "corpus")
+USERS = ("service", "corpus")
 """Parts of a service whose pods call the store."""
 POLICY = "networking.k8s.io/v1"
 

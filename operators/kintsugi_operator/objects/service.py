@@ -151,11 +151,17 @@ def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> 
     engines = spec.engines
     pod = Pod(
         **_basics(spec, owner, revision, "engine"),
-        **engine_pod(spec),
+        cpus=engines.cpus,
+        memory=engines.memory,
+        gpus=engines.gpus,
+        gpu_resource=engines.expert.gpu_resource,
+        shared_memory=engines.expert.shared_memory,
+        env=model_env(spec),
         ports={"engine-metrics": ENGINE_METRICS_PORT},
         volumes=[*model_volumes(spec), *client_secrets(spec)],
         readiness=process_health("engine-metrics"),
         affinity=_spread(owner, revision, "engine"),
+        more=spec.pod_template("engines"),
     )
     resources = {ENGINE_RESOURCE: 1}
     return worker_group("engine", template(pod), engines.replicas, resources, engines.cpus, engines.gpus)
@@ -200,20 +206,6 @@ def _readiness(spec: BlendServiceSpec) -> Manifest:
 
 def _basics(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision, role: str) -> dict[str, Any]:
     return pod_basics(spec, owner.name, labels(owner.name, part=PART, role=role, revision=revision.name))
-
-
-def engine_pod(spec: BlendServiceSpec) -> dict[str, Any]:
-    """Arguments of `Pod` for an engine, in the service or in a job."""
-    engines = spec.engines
-    return {
-        "cpus": engines.cpus,
-        "memory": engines.memory,
-        "gpus": engines.gpus,
-        "gpu_resource": engines.expert.gpu_resource,
-        "shared_memory": engines.expert.shared_memory,
-        "env": model_env(spec),
-        "more": spec.pod_template("engines"),
-    }
 
 
 def model_env(spec: BlendServiceSpec) -> Environment:

@@ -13,7 +13,6 @@ VALID = "Valid"
 KUBERAY = "KubeRayReady"
 STORE = "StoreReady"
 SHARDS = "ShardsUpToDate"
-CALIBRATED = "Calibrated"
 ROLLED_OUT = "RolledOut"
 COMPLETE = "Complete"
 RECONCILED = "Reconciled"
@@ -23,14 +22,11 @@ STALLED = "Stalled"
 STALLS = {
     (VALID, "InvalidSpec"),
     (SHARDS, "RestartNeeded"),
-    (CALIBRATED, "Failed"),
-    (ROLLED_OUT, "Blocked"),
     (COMPLETE, "Failed"),
 }
 """Type and reason of false conditions that only a person can resolve."""
 UNSETTLED = (KUBERAY, RECONCILED, STORE, SHARDS, ROLLED_OUT, READY)
-"""Conditions that are in progress while they are not true. `Calibrated` is not among them: the first model
-serves while it is calibrated, and that may take longer than the timeout of a helm release."""
+"""Conditions that are in progress while they are not true."""
 NOT_STARTED = {(COMPLETE, "Waiting"), (COMPLETE, "Starting")}
 """A corpus counts as settled once its job runs, as kstatus treats a Job."""
 
@@ -50,11 +46,6 @@ def true(type_: str, reason: str, message: str = "") -> Condition:
 def false(type_: str, reason: str, message: str) -> Condition:
     """A condition that is false. The message says what to do or to wait for."""
     return Condition(type_, ConditionStatus.FALSE, reason, message[:MESSAGE_LENGTH_MAX])
-
-
-def unknown(type_: str, reason: str, message: str = "") -> Condition:
-    """A condition that cannot be determined yet."""
-    return Condition(type_, ConditionStatus.UNKNOWN, reason, message[:MESSAGE_LENGTH_MAX])
 
 
 def merge_conditions(

@@ -41,8 +41,6 @@ class JobView:
     dashboard: str = ""
     """`host:port` of its Ray cluster's dashboard; empty until it has one."""
     job_id: str = ""
-    uid: str = ""
-    """UID of the RayJob. A new RayJob of the same name has another UID."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,6 @@ class Observed:
     """The revision that the gateway's Service selects."""
     pod_failures: Mapping[str, str] = field(default_factory=dict)
     """Why a pod does not start, by part."""
-    calibrations: Mapping[str, JobView] = field(default_factory=dict)
-    """By revision."""
     corpora: tuple[CorpusView, ...] = ()
     home: str = ""
     """Namespace of the operator's own pods; empty: unknown."""
@@ -157,7 +153,6 @@ def job_view(manifest: Manifest) -> JobView:
         manifest["metadata"]["name"],
         status.get("dashboardURL", ""),
         status.get("jobId", ""),
-        str(manifest["metadata"].get("uid", "")),
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import Outcome
+from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import RagPrompt
-from kintsugi.core.request import KintsugiParams
+from kintsugi.core.request import KintsugiParams, Trial
 from kintsugi.engine.local import Generation, Prompt
 
 
@@ -30,8 +30,6 @@ class DemoEngine(Protocol):
     def generate(self, prompts: list[Prompt]) -> list[Generation]: ...
 
     def reset_prefix_cache(self) -> None: ...
-
-    def unlimited(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -111,12 +109,12 @@ def _run(
         engine.generate([Prompt(prompt.warm_up, max_tokens=1)])
     params = None
     if method is Method.REUSE:
-        params = replace(choice, spans=prompt.spans, ratio=0.0)
+        # Full KV reuse rarely passes; it runs here for comparison.
+        reuse = Trial.of(Selection(0.0))
+        params = KintsugiParams(choice.namespace, spans=prompt.spans, trial=reuse)
     elif method is Method.BLEND:
         params = replace(choice, spans=prompt.spans)
-    # No calibration permits full KV reuse; it runs here for comparison.
-    with engine.unlimited() if method is Method.REUSE else nullcontext():
-        (generation,) = engine.generate([Prompt(prompt.token_ids, params, max_tokens)])
+    (generation,) = engine.generate([Prompt(prompt.token_ids, params, max_tokens)])
     return generation
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.evidence import Quality
 from kintsugi.core.prompt import FormName
 from kintsugi.models.context import NONE
 from kintsugi.models.reference import REFERENCE
@@ -29,13 +30,6 @@ Context = Annotated[
     str,
     typer.Option(help="Text between system prompt and chunks: none, bundled, or a file."),
 ]
-Contexts = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Text between system prompt and chunks: none (default), bundled, or a file. Repeat to try "
-        "several and calibrate with the best."
-    ),
-]
 PlainCopies = Annotated[
     bool, typer.Option(help="With a context: also store chunks without it, for the first place of prompts.")
 ]
@@ -44,8 +38,12 @@ ENGINE_EXAMPLE = 'give one such as {"max_model_len": 4096}'
 EngineArguments = Annotated[str, typer.Option("--engine", help="Arguments of vllm.LLM, as a JSON object.")]
 
 Codec = Annotated[str, typer.Option(help="Codec of chunk KV in the store.")]
-AllowUncalibrated = Annotated[
-    bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
+QualityLevel = Annotated[
+    Quality,
+    typer.Option(
+        help="How much a blend may lose: balanced; strict, a third; off tests nothing, so answers "
+        "may be wrong."
+    ),
 ]
 SsdTiers = Annotated[list[str] | None, typer.Option(help="SSD tier as FOLDER:SIZE; repeat, fastest first.")]
 BucketTier = Annotated[
@@ -75,7 +73,7 @@ class GenerateTask:
     report: Annotated[
         Path | None, typer.Option(help="Report of kintsugi calibrate --out, which permits blending.")
     ] = None
-    allow_uncalibrated: AllowUncalibrated = False
+    quality: QualityLevel = Quality.BALANCED
     context: Context = NONE
 
 
@@ -102,14 +100,12 @@ class CalibrateTask:
     codec: Codec = "raw"
     minutes: Annotated[
         float,
-        typer.Option(
-            help="Time limit of the choice of a context and the search. Configurations that are then "
-            "undecided do not pass."
-        ),
-    ] = 12.0
+        typer.Option(help="Time limit in minutes. Configurations that are then undecided do not pass."),
+    ] = 10.0
+    quality: QualityLevel = Quality.BALANCED
     form: Form = FormName.AUTO
     system: SystemPrompt = None
-    context: Contexts = None
+    context: Context = NONE
     engine: EngineArguments = "{}"
     portable: Portable = True
 
@@ -163,7 +159,12 @@ class ServeTask:
             "can then find out that a text was sent."
         ),
     ] = None
-    allow_uncalibrated: AllowUncalibrated = False
+    quality: Annotated[
+        Quality | None,
+        typer.Option(
+            help="How much a blend may lose: balanced (default), strict, or off, which tests nothing."
+        ),
+    ] = None
     print_config: Annotated[
         bool,
         typer.Option("--print-config", help="Print the configuration for Ray's `serve deploy` and exit."),

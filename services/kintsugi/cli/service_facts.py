@@ -7,7 +7,8 @@ import json
 import ssl
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,7 +55,9 @@ class EngineFacts:
     max_model_len: int = 0
     form: str = ""
     blending: str = ""
-    """`on`, or why blending is off."""
+    """`on`, or why not."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of `core.gate.Progress`."""
     version: str = ""
     vllm: str = ""
 

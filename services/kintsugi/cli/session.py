@@ -25,11 +25,11 @@ SHARD_RAM_BYTES = 4 << 30
 """Size of the shard's RAM tier; memory is allocated only when chunks are stored."""
 
 
-UNCALIBRATED = {"allow_uncalibrated": True}
-"""The connector's configuration where no calibration report permits blending."""
-UNCALIBRATED_NOTE = (
-    "Blended without a calibration report (--allow-uncalibrated): these answers may be worse than those of "
-    "full prefill. Run kintsugi calibrate --out FILE, and pass the file with --report."
+UNTESTED = {"quality": "off"}
+"""The connector's configuration where nothing is tested."""
+UNTESTED_NOTE = (
+    "Blended without a test (--quality off): nothing shows that these answers are as good as those of full "
+    "prefill. Run kintsugi calibrate, and pass its file with --report."
 )
 
 

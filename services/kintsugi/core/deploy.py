@@ -147,8 +147,12 @@ class EngineSpec(Settings):
     """CPU cores of each engine."""
     gpus: float = setting(0.0, minimum=0)
     """GPUs of each engine; 0: vLLM runs on the CPU."""
-    allow_uncalibrated: bool = False
-    """Blend without a calibration report. Answers may then be wrong."""
+    quality: str = setting("balanced", enum=["strict", "balanced", "off"])
+    """How much a blend may lose against full prefill. Blending opens by itself as soon as the engines have
+    measured on served prompts that it stays below: `balanced`, mean KL below 0.01 nats, capped at 0.08 an
+    answer, and fewer than 1 answer in 8 with more than a quarter of its tokens changed; `strict`, a third of
+    both; `off` tests nothing, and answers may be wrong without notice. YAML needs quotes around "off", which
+    otherwise means false."""
     vllm: Mapping[str, Any] = setting(dict, reserved=("model", "kv_transfer_config"))
     """Arguments of `vllm serve` by their own names, such as `max_model_len` or `tool_call_parser`."""
     expert: EngineExpert = field(default_factory=EngineExpert)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import NotFound
+from kintsugi.core.gate import Progress
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, TokenIds
 
@@ -158,7 +159,9 @@ class EngineInfo:
     portable: bool
     max_model_len: int
     blending: str
-    """`on`, or the gate's reason for not blending."""
+    """`on`, or why not."""
+    progress: Progress = field(default_factory=lambda: Progress("off", ""))
+    """The evidence behind it, in numbers."""
     tokenizer: str = ""
     """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: not checked."""
     form: str = ""

@@ -1,107 +1,242 @@
-"""Decide whether an engine may blend, and how. `engine.scheduler.gate` reads the reports for it."""
+"""Decide whether a request may be blended, and how. `engine.scheduler.gate` reads the report for it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kintsugi.core.errors import BelowMinimum, Corrupted, NotBlendable, VersionMismatch
+from kintsugi.core.evidence import Quality
 from kintsugi.core.plan import Selection, apply_options
-from kintsugi.core.prompt import Domain, PromptShape
-from kintsugi.core.report import RATIO_TOLERANCE, Binding, CalibrationReport
+from kintsugi.core.report import Allowance, Binding, Cell, Report, Standing, source_of
 from kintsugi.core.request import BlendOptions
 
-OUTSIDE_CALIBRATION = "outside_calibration"
-"""Reason for not blending a prompt that is unlike those of the calibration."""
-CALIBRATE = "run: kintsugi calibrate --model MODEL --store URL (or --allow-uncalibrated, at your own risk)"
+LEARNING = "learning"
+"""Reason for not blending while too little evidence was measured."""
+UNMEASURED = "unmeasured"
+"""Reason for not blending a prompt with chunks unlike those that were measured."""
+CLOSED = "drift"
+"""Reason for not blending after wrong answers or damaged chunks were found, until new evidence passes."""
+_RATIO_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Permit:
+    """What one request may use."""
+
+    selection: Selection
+    allowance: Allowance | None = None
+    """What passed; None: nothing is tested."""
+
+    def check_chunks(self, chunk_tokens: Sequence[int]) -> None:
+        """Raise `NotBlendable` for chunks unlike those that were measured. Not for exact blends: those with a
+        ratio of 1, or without an approximate chunk."""
+        lacking = None if self.allowance is None else self.allowance.lacks(chunk_tokens)
+        if lacking is not None:
+            raise NotBlendable(UNMEASURED, lacking)
 
 
 @dataclass(frozen=True)
 class GateState:
     """What the report allows. Replaced as a whole, never changed."""
 
-    reason: str | None
-    """Why nothing is blended, one word that metrics use; None where the gate is open."""
-    detail: str
-    default: Selection | None = None
-    """Selection of a request without options; None: the engine's configuration decides."""
-    limits: Mapping[str, Selection] | None = None
-    """The lowest allowed selection by selector; None: no limits."""
-    domain: Domain | None = None
-    """The prompts that the report covers; None: any."""
+    reason: str | None = None
+    """Why nothing is blended, one word that metrics use; None: the report decides, or nothing is tested."""
+    detail: str = ""
+    report: Report | None = None
+    """The evidence; None: nothing is tested."""
+    quality: Quality = Quality.BALANCED
+    versions: str = ""
+    """Versions of this engine, as in `Part.versions`."""
 
-    @property
-    def is_open(self) -> bool:
-        return self.reason is None
+    @cached_property
+    def _allowances(self) -> dict[tuple[Cell, str], Allowance | None]:
+        return {}
 
-    def resolve(self, fallback: Selection, options: BlendOptions) -> Selection:
-        """The selection for a request with these options.
+    def allowance(self, cell: Cell, source: str) -> Allowance | None:
+        """Return what a source's requests may use in a cell; None: nothing yet."""
+        assert self.report is not None
+        key = cell, source
+        if key not in self._allowances:
+            self._allowances[key] = self.report.allowance(cell, source, self.quality, self.versions)
+        return self._allowances[key]
 
-        `fallback` is the engine's own selection, used where no report decides. Raises `NotBlendable` if the
-        gate is closed or the selector never passed, `BelowMinimum` for a ratio below the lowest that passed.
-        A ratio of 1 computes what a full prefill does, so an open gate allows it with any selector.
-        `check_shape` checks the prompt later, when its chunks have been found.
+    def permit(
+        self, namespace: str, is_discovered: bool, num_tokens: int, fallback: Selection, options: BlendOptions
+    ) -> Permit:
+        """Return what a request may use. ``fallback`` is the engine's own selection, used where nothing is
+        tested.
+
+        Raises `NotBlendable` if nothing passed for such prompts of the namespace, or not the request's
+        selector, and `BelowMinimum` for a ratio below the lowest that passed. A ratio of 1 computes what a
+        full prefill does, so any selector may have it.
         """
         if self.reason is not None:
             raise NotBlendable(self.reason, self.detail)
-        default = self.default or fallback
-        chosen = options.selector or default.selector
-        limit = None if self.limits is None else self.limits.get(chosen)
-        if self.limits is not None and limit is None and options.ratio != 1.0:
-            raise NotBlendable(
-                "selector_not_calibrated",
-                f"{chosen} did not pass calibration at any ratio; "
-                f"those that did: {', '.join(sorted(self.limits))}",
-            )
-        start = default if limit is None or chosen == default.selector else limit
-        wanted = apply_options(start, options)
-        if limit is not None:
-            _check_minimum(wanted, limit, options.adaptive_mass)
-        return wanted
+        if self.report is None:
+            return Permit(apply_options(fallback, options))
+        cell, source = Cell.of(is_discovered, num_tokens), source_of(namespace)
+        allowance = self.allowance(cell, source)
+        if allowance is None:
+            raise NotBlendable(*self._why_closed(cell, source))
+        wanted = apply_options(allowance.cheapest, options)
+        if options.chosen and wanted.ratio != 1.0:
+            _check_options(wanted, options, allowance)
+        return Permit(wanted, allowance)
 
-    def check_shape(self, shape: PromptShape) -> None:
-        """Raise `NotBlendable` for a prompt unlike the calibrated ones. Not for exact blends: those with a
-        ratio of 1, or without an approximate chunk."""
-        departure = None if self.domain is None else self.domain.departure(shape)
-        if departure is not None:
-            raise NotBlendable(
-                OUTSIDE_CALIBRATION,
-                f"the prompt has {departure}; calibrate on prompts like those you serve",
-            )
+    def _why_closed(self, cell: Cell, source: str) -> tuple[str, str]:
+        assert self.report is not None
+        last = self.report.last_closing(source)
+        progress = describe_progress(self.report.standing(cell, source, self.quality))
+        if last is not None:
+            return CLOSED, f"{last.reason} (at {last.at}); {cell}: {progress}"
+        return LEARNING, f"{cell}: {progress}"
 
 
-def _check_minimum(wanted: Selection, limit: Selection, adaptive_mass: float | None) -> None:
-    if wanted.ratio < limit.ratio - RATIO_TOLERANCE:
+def describe_progress(standing: Standing) -> str:
+    """Describe how far a source's evidence is, in one clause."""
+    pairs = standing.tally.pairs
+    if standing.missing is None:
+        return f"{pairs} prompts were measured, and the loss is {standing.tally.loss:.3f}: too much to pass"
+    return f"{pairs} of about {pairs + standing.missing} prompts were measured"
+
+
+def _check_options(wanted: Selection, options: BlendOptions, allowance: Allowance) -> None:
+    """Raise `NotBlendable` for a selector that did not pass, `BelowMinimum` for less than what passed."""
+    passed = [one for one in allowance.selections if one.selector == wanted.selector]
+    if not passed:
+        names = sorted({str(one.selector) for one in allowance.selections})
+        raise NotBlendable(
+            "selector_not_measured",
+            f"{wanted.selector} did not pass at any ratio; passed: {', '.join(names)}",
+        )
+    lowest = min(one.ratio for one in passed)
+    if wanted.ratio < lowest - _RATIO_TOLERANCE:
         raise BelowMinimum(
             "ratio",
-            f"{wanted.ratio:g} is below {limit.ratio:g}, the least that passed calibration for "
-            f"{limit.selector}; ask for {limit.ratio:g} or more, or leave it out",
+            f"{wanted.ratio:g} is below {lowest:g}, the lowest that passed for {wanted.selector}; request "
+            f"{lowest:g} or more, or leave it out",
         )
-    if adaptive_mass is not None and adaptive_mass < (limit.adaptive_mass or 1.0):
+    if options.adaptive_mass is not None and options.adaptive_mass < 1.0:
         raise BelowMinimum(
             "adaptive_mass",
-            f"{adaptive_mass:g} is below {limit.adaptive_mass or 1.0:g}, what passed calibration for "
-            f"{limit.selector}; leave it out",
+            f"{options.adaptive_mass:g} is below 1, and no lower mass passed; leave it out",
         )
 
 
-def decide(document: bytes | None, binding: Binding) -> GateState:
-    """Return the gate's state for a stored report and an engine with this binding. Never raises."""
-    if document is None:
-        return GateState("not_calibrated", f"no calibration report for this model; {CALIBRATE}")
+def decide(document: bytes | None, binding: Binding, quality: Quality, versions: str) -> GateState:
+    """Return the gate's state for a stored report and an engine with this binding. Never raises.
+
+    A report that cannot be read counts as none, so evidence is collected anew.
+    """
+    empty = Report(binding, created="")
     try:
-        report = CalibrationReport.from_bytes(document)
-    except VersionMismatch as error:
-        return GateState("calibration_outdated", f"{error}; {CALIBRATE}")
-    except Corrupted as error:
-        return GateState("calibration_unreadable", f"{error}; {CALIBRATE}")
+        report = empty if document is None else Report.from_bytes(document)
+    except (VersionMismatch, Corrupted) as error:
+        return GateState(detail=str(error), report=empty, quality=quality, versions=versions)
     difference = binding.difference(report.binding)
     if difference is not None:
-        return GateState("calibration_of_another", f"the calibration report's {difference}; {CALIBRATE}")
-    if report.tripped is not None:
-        detail = f"{report.tripped.reason} (at {report.tripped.at}); {CALIBRATE}"
-        return GateState("drift", detail)
-    choice = report.choice
-    if choice.selection is None:
-        return GateState("calibration_failed", choice.why)
-    return GateState(None, choice.why, choice.selection, choice.limits, report.domain)
+        return GateState("report_of_another", f"the report's {difference}; remove it")
+    return GateState(report=report, quality=quality, versions=versions)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The gate of one engine in numbers, for status, console and metrics."""
+
+    state: str
+    """`off`: nothing is tested; `closed`, `learning` or `open`."""
+    detail: str
+    """One sentence."""
+    pairs: int = 0
+    """Prompts that were measured for the nearest cell and source."""
+    pairs_missing: int | None = None
+    """Estimated number of further prompts until the next configuration passes; None: unknown, or none."""
+    cost: float | None = None
+    """Mean share of a full prefill's work of the cheapest configuration that is open."""
+    kl: float | None = None
+    """Its mean KL, in nats."""
+    changed: float | None = None
+    """Its mean share of changed tokens."""
+    loss: float | None = None
+    """Its mean loss."""
+    loss_upper: float | None = None
+    """95 % upper bound of its mean loss."""
+    loss_max: float | None = None
+    """The limit of the mean loss."""
+    since: str | None = None
+    """When it opened: ISO 8601, UTC."""
+
+
+def summarize(state: GateState, namespace: str | None = None) -> Progress:
+    """Return a gate's progress: of one namespace, or of the source and cell that is nearest to opening."""
+    if state.reason is not None:
+        return Progress("closed", f"{state.reason}: {state.detail}")
+    report = state.report
+    if report is None:
+        return Progress("off", "nothing is tested; answers may be wrong without notice")
+    source = None if namespace is None else source_of(namespace)
+    opened = widest(state, namespace)
+    if opened is not None:
+        return _open_progress(state, *opened)
+    pairs = [(cell, one) for cell in report.cells for one in report.sources(cell) if source in (None, one)]
+    if not pairs:
+        return Progress(
+            "learning", f"no prompt was measured yet{f'; {state.detail}' if state.detail else ''}"
+        )
+    standings = {key: report.standing(*key, state.quality) for key in pairs}
+    key = max(pairs, key=lambda one: standings[one].tally.log_wealth(state.quality.loss_max))
+    standing = standings[key]
+    return Progress(
+        "closed" if report.epoch(key[1]) else "learning",
+        f"{key[0]}: {describe_progress(standing)}",
+        pairs=standing.tally.pairs,
+        pairs_missing=standing.missing,
+        loss=standing.tally.loss,
+        loss_max=state.quality.loss_max,
+    )
+
+
+def widest(state: GateState, namespace: str | None = None) -> tuple[Cell, str, Allowance] | None:
+    """Return the cell and source with the cheapest open configuration, and what passed there; None if nothing
+    is open. ``namespace``: of this one alone."""
+    report = state.report
+    if report is None or state.reason is not None:
+        return None
+    source = None if namespace is None else source_of(namespace)
+    found = [
+        (cell, one, allowed)
+        for cell in report.cells
+        for one in ([source] if source else report.sources(cell))
+        if (allowed := state.allowance(cell, one))
+    ]
+    return max(found, key=lambda one: (len(one[2].selections), one[2].tally.pairs), default=None)
+
+
+def _open_progress(state: GateState, cell: Cell, source: str, allowed: Allowance) -> Progress:
+    assert state.report is not None
+    tally, pairs = allowed.tally, max(1, allowed.tally.pairs)
+    dates = [
+        one.at
+        for part in state.report.parts
+        for one in part.openings
+        if one.cell == cell and one.source in ("", source)
+    ]
+    standing = state.report.standing(cell, source, state.quality)
+    cost = tally.cost / pairs
+    probation = ", on probation after an upgrade" if allowed.on_probation else ""
+    return Progress(
+        "open",
+        f"{cell}: at {cost:.0%} of a full prefill's work, mean loss {tally.loss:.3f} of at most "
+        f"{state.quality.loss_max:.3f}{probation}",
+        pairs=tally.pairs,
+        pairs_missing=None if standing.next is None else standing.missing,
+        cost=cost,
+        kl=tally.kl / pairs,
+        changed=tally.changed / pairs,
+        loss=tally.loss,
+        loss_upper=tally.loss_upper(0.05),
+        loss_max=state.quality.loss_max,
+        since=min(dates, default=None),
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import blake3
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import BlendOptions, SelectorName, parse_selector
+from kintsugi.core.request import BlendOptions, SelectorName, Trial, parse_selector
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
@@ -44,7 +44,7 @@ class ChunkHit:
 
 @dataclass(frozen=True)
 class Selection:
-    """Configuration of the choice of hit tokens to recompute. Calibration judges it, and a plan's digest
+    """Configuration of the choice of hit tokens to recompute. The gate judges it, and a plan's digest
     includes it.
 
     A layer number beyond the model's last layer means the last layer.
@@ -77,6 +77,11 @@ class Selection:
             raise InvalidField("query_layers", f"{list(self.query_layers)} must ascend from 0 or above")
         if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
             raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
+
+
+def selection_of(trial: Trial) -> Selection:
+    """Return the configuration of a trial."""
+    return Selection(trial.ratio, trial.selector, trial.check_layer, trial.query_layers, trial.adaptive_mass)
 
 
 def apply_options(selection: Selection, options: BlendOptions) -> Selection:

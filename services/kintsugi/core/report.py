@@ -1,54 +1,79 @@
-"""The calibration report of one model, and the decision whether the model may be blended.
+"""The report: everything that is known about the blends of one model, and which of them may serve. Pure.
 
-Blending is an approximation, and how good it is depends on the model. A `CalibrationReport` holds what was
-measured against full prefill, confidence bounds, thresholds, and what follows from them; `choose` is the
-whole decision. A report belongs to one `Binding`: it does not apply to another model, prefix, codec or engine
-version. It applies to one `Domain`: the prompt form and the lengths that were measured. It carries a digest
-over its canonical JSON, so that a hand-edited report is rejected. The digest is not a signature: anyone who
-can write to the store can write a report.
+Evidence comes from pairs (`core.evidence`) that engines measured on the prompts they serve, or that `kintsugi
+calibrate` measured on a file. It is kept by cell (the kind and length of the prompts) and by source (a
+namespace, or the file). A configuration passes in a cell for a source once its evidence shows that its mean
+loss is below the limit of the chosen `Quality`.
 
-Several copies of a report are stored, and several processes write it. `supersedes` says which copy counts.
+Error probability: all tests of a report together pass a configuration that is beyond the limit with a
+probability of at most `ERROR`, over the report's whole life. Every pair of cell and source gets a slot with
+its share (`share_of_slot`). Within a slot, configurations are tested in the fixed order of the ladder, from
+the safest to the cheapest, and one can only pass after all before it, so they need not share. After a closing
+the evidence of its slot starts anew, with half of what was left.
+
+Several engines write one report. Each writes its own part, and tallies are sums, so parts are added and need
+no order. A part that another engine overwrites is missing until its engine writes again: it delays, and never
+opens anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from enum import StrEnum
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import blake3
 
-from kintsugi.core.baseline import Baseline
+from kintsugi.core.documents import open_document, seal_document
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
+from kintsugi.core.evidence import EMPTY, Quality, Tally, size_of
+from kintsugi.core.namespaces import base_of
 from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import Domain
+from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ModelFingerprint, token_bytes
 
-REPORT_VERSION = 2
-REPORT_BYTES_MAX = 1 << 20
-"""Maximum size of a document in a store; a larger one is not even parsed."""
-
-RATIO_TOLERANCE = 1e-9
-LOSS_TOLERANCE = 1e-6
-"""Bounds are kept to six digits."""
-FIRST_SHARE = 0.5
-"""Share of the total error probability that the first, safest configuration of a sequence gets."""
-HIGHEST_LOSS = 0.5
-"""Cap of every threshold, however noisy full prefill is: a blend that loses more is not a blend."""
-
-FUTURE_MAX = timedelta(days=1)
-"""How far ahead of a store's clock a new report may be dated, because clocks differ."""
-
-_STEP = timedelta(seconds=1)
-"""The resolution of `CalibrationReport.created`."""
-_OLDEST = datetime.min.replace(tzinfo=UTC)
-_LATEST = datetime.max.replace(tzinfo=UTC) - _STEP
+REPORT_VERSION = 3
+ALGORITHM = 1
+"""Number of the algorithm that computes blended KV. A person raises it when blended KV can change; reports of
+another number do not apply."""
+ERROR = 0.025
+FIRST_SLOT = 0.75
+"""Share of the error probability of the first slot: most services have one kind of prompts and one tenant."""
+FIRST_EPOCH = 0.85
+"""Share of a slot's error probability that is used before its first closing."""
+COMMON_SHARE = 0.15
+"""Share of the error probability for passing in a cell on the evidence of several namespaces together."""
+NAMESPACES_MIN = 4
+"""Minimum number of namespaces whose evidence opens a cell for others: none supplies more than its share."""
+CLOSED_TOGETHER = 2
+"""Number of namespaces whose closings close a cell for all."""
+FILE = "file"
+"""The source of pairs that an operator measured on a file. They count for every namespace."""
+BANDS = (512, 2048, 8192, 32_768)
+"""Upper bounds of the lengths of prompts, in tokens, of all bands but the last."""
+SIZE_PAIRS_MIN = 8
+"""Minimum number of pairs with chunks of about a prompt's size."""
+PARTS_MAX = 8
+"""Maximum number of parts. The oldest are added together."""
+ENTRIES_MAX = 256
+"""Maximum number of entries of a part. Nothing else is measured then."""
+CLOSINGS_MAX = 256
+CLOSINGS_EACH = 8
+"""Closings of one source after which it stays closed: no error probability is left to share, and one tenant's
+closings must not displace those of others."""
+LATEST_MAX = 128
+FOLDED_MAX = 1024
+FOLDED = "folded"
+"""Writer of parts that were added together."""
+PROBATION_PAIRS = 32
+"""Pairs that an engine with other versions measures before it trusts the evidence of earlier ones."""
+LADDER = tuple(Selection(ratio, SelectorName.QUERY) for ratio in (0.75, 0.4, 0.2, 0.1))
+"""The configurations to try, from the safest to the cheapest. On the models that were measured, no other
+selector loses less at the same cost. A prior for the order, never a verdict."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +88,21 @@ class Binding:
     """Digest of the tokens that chunks were prefilled after."""
     codec: str
     """Codec of the stored chunks."""
-    vllm: str
-    """Version of vLLM."""
-    kintsugi: str
-    """Version of Kintsugi."""
     context: str = ""
     """Digest of the context between the prefix and each chunk; empty: none."""
+    algorithm: int = ALGORITHM
 
     @staticmethod
     def of(
         fingerprint: ModelFingerprint,
         prefix_token_ids: Sequence[int],
         codec: str,
-        vllm: str,
-        kintsugi: str,
         context_token_ids: Sequence[int] = (),
     ) -> Binding:
         """Make a binding from token ids instead of their digests."""
         prefix = blake3.blake3(b"kintsugi-prefix\0" + token_bytes(prefix_token_ids)).hexdigest()[:32]
         context = blake3.blake3(b"kintsugi-context\0" + token_bytes(context_token_ids)).hexdigest()[:32]
-        return Binding(
-            fingerprint.hex, prefix, codec, vllm, kintsugi, context if len(context_token_ids) else ""
-        )
+        return Binding(fingerprint.hex, prefix, codec, context if len(context_token_ids) else "")
 
     @property
     def model(self) -> ModelFingerprint:
@@ -93,18 +111,16 @@ class Binding:
 
     @property
     def report_name(self) -> str:
-        """The name under which a store keeps the report. Engines of two versions keep two reports, so that
-        upgrading one does not remove the other's report."""
-        version = blake3.blake3(f"{self.vllm}\0{self.kintsugi}".encode()).hexdigest()[:16]
+        """The name under which a store keeps the report."""
         context = f"/{self.context}" if self.context else ""
-        return f"calibration/{self.codec}/{self.prefix}{context}/{version}"
+        return f"quality/{self.codec}/{self.prefix}{context}/{self.algorithm}"
 
     def difference(self, other: Binding) -> str | None:
         """Describe the first field that differs; None if none does."""
         for one in dataclasses.fields(self):
             mine, theirs = getattr(self, one.name), getattr(other, one.name)
             if mine != theirs:
-                return f"{one.name} is {theirs[:16] or 'none'}, not {mine[:16] or 'none'}"
+                return f"{one.name} is {str(theirs)[:16] or 'none'}, not {str(mine)[:16] or 'none'}"
         return None
 
 
@@ -123,466 +139,371 @@ def _describe_layers(layers: Sequence[int]) -> str:
     return ",".join(map(str, layers))
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Differences of full prefill from itself in other batches: no blend can be better."""
+@dataclass(frozen=True, order=True)
+class Cell:
+    """A kind of prompts that is judged on its own."""
 
     __pydantic_config__ = STRICT
 
-    kl_mean: float
-    """Nats."""
-    kl_p99: float
-    top1_agreement: float
+    kind: str
+    """`declared`: a client named the chunks; `discovered`: they were found in the prompt."""
+    band: int
+    """Index of the prompt's length in `BANDS`."""
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("declared", "discovered") or not 0 <= self.band <= len(BANDS):
+            raise InvalidField("cell", f"{self.kind!r} {self.band} is no kind of prompts")
 
-class Quantity(StrEnum):
-    """A loss of a blend against full prefill: one number per prompt, at most 1, higher is worse."""
+    @staticmethod
+    def of(is_discovered: bool, num_tokens: int) -> Cell:
+        """The cell of a prompt of ``num_tokens``."""
+        return Cell("discovered" if is_discovered else "declared", sum(num_tokens > one for one in BANDS))
 
-    KL = "kl"
-    """Mean KL over the positions of full prefill's answer, in nats. A prompt counts as at most 1: a larger KL
-    means another answer, which the other quantities measure."""
-    DISAGREEMENT = "disagreement"
-    """Share of these positions whose most likely token differs."""
-    EXACT_MATCH = "exact_match"
-    """Full prefill's exact match minus the blend's."""
-    F1 = "f1"
-    """Full prefill's F1 minus the blend's; Rouge-L for tasks that are scored by it."""
-
-
-QUANTITY_NAMES = {
-    Quantity.KL: "KL",
-    Quantity.DISAGREEMENT: "top-1 disagreement",
-    Quantity.EXACT_MATCH: "loss of exact match",
-    Quantity.F1: "loss of F1",
-}
+    def __str__(self) -> str:
+        low = BANDS[self.band - 1] + 1 if self.band else 1
+        end = f" to {BANDS[self.band]}" if self.band < len(BANDS) else " or more"
+        found = "discovered chunks" if self.kind == "discovered" else "declared chunks"
+        return f"prompts of {low}{end} tokens with {found}"
 
 
 @dataclass(frozen=True)
-class LossBound:
-    """One mean loss, and its confidence bound, which decides."""
+class Entry:
+    """The evidence of one engine about one configuration."""
 
     __pydantic_config__ = STRICT
 
-    quantity: Quantity
-    stratum: str
-    """The kind of prompts: a task, or a range of lengths. Empty: all prompts."""
-    mean: float
-    upper: float
-    """The true mean is below this; the entry's `error` is the probability that any of its bounds is wrong."""
-    num_prompts: int
-
-
-@dataclass(frozen=True)
-class ReportEntry:
-    """One configuration against full prefill, over the same prompts."""
-
-    __pydantic_config__ = STRICT
-
+    cell: Cell
+    source: str
+    """`source_of` a namespace, or `FILE`."""
+    slot: int
+    """Position of cell and source among all that were measured, from 1."""
+    epoch: int
+    """Number of closings before these pairs."""
     selection: Selection
-    cost: float
-    """Mean share of a full prefill's token-layers, extra passes included."""
-    kl_mean: float
-    """Nats, full prefill's distribution against the blend's, teacher-forced, over all answer positions."""
-    kl_p99: float
-    top1_agreement: float
-    num_prompts: int
-    num_positions: int
-    exact_match: float | None = None
-    """Share of prompts answered right; None where the questions have no answers."""
-    exact_match_full: float | None = None
-    """Full prefill's, on the same prompts."""
-    f1: float | None = None
-    f1_full: float | None = None
-    place: int | None = None
-    """Position in the sequence of confirmed configurations, from the safest to the cheapest. None: only
-    screened, which neither passes nor fails."""
-    error: float = 1.0
-    """Probability that any of the bounds is wrong."""
-    bounds: list[LossBound] = field(default_factory=list)
-    """Bounds from the confirmation's prompts alone; empty if the entry was only screened."""
-    prompts_missing: int | None = None
-    """Approximate number of further prompts that would decide the entry; None if it is decided, or if more
-    prompts like these would not help."""
+    tally: Tally
 
     def __post_init__(self) -> None:
-        values = [self.cost, self.kl_mean, self.kl_p99, self.top1_agreement]
-        measured = (self.exact_match, self.exact_match_full, self.f1, self.f1_full)
-        values += [value for value in measured if value is not None]
-        if not all(math.isfinite(value) and value >= 0 for value in values):
-            raise InvalidField(
-                "entry", f"{describe_selection(self.selection)} has a measurement that is no finite share"
-            )
-        if self.num_prompts < 1 or self.num_positions < 1:
-            raise InvalidField("entry", f"{describe_selection(self.selection)} was measured on nothing")
-        if self.place is not None and not self.bounds:
-            raise InvalidField("entry", f"{describe_selection(self.selection)} is confirmed without bounds")
+        if not 0 < len(self.source) <= 32 or self.slot < 1 or self.epoch < 0:
+            raise InvalidField("entry", f"{self.source!r}, slot {self.slot}, epoch {self.epoch}")
 
 
 @dataclass(frozen=True)
-class Thresholds:
-    """Limits on a configuration's confidence bounds."""
-
-    __pydantic_config__ = STRICT
-
-    kl_mean_max: float = 0.1
-    """Nats, or twice the noise floor where that is higher. A prompt counts as at most 1 nat."""
-    top1_agreement_min: float = 0.95
-    """Full prefill's agreement with itself applies instead where that is lower."""
-    exact_match_loss_max: float = 0.03
-    """Share of prompts. The paper's own loss is 0.02 F1."""
-    f1_loss_max: float = 0.03
-    stratum_factor: float = 2.0
-    """Factor on the thresholds of a single task, or of one half of the lengths: it has fewer prompts, and its
-    loss must not be hidden by the others."""
-    stratum_prompts_min: int = 50
-    """Kinds of prompts with fewer questions are not judged on their own."""
-    confidence: float = 0.95
-    """Probability that no configuration passes whose true means exceed the thresholds, over all together."""
-    prompts_min: int = 32
-    """Minimum number of prompts for a calibration."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.top1_agreement_min <= 1.0:
-            raise InvalidField(
-                "thresholds.top1_agreement_min", f"{self.top1_agreement_min} is outside [0, 1]"
-            )
-        for name in ("kl_mean_max", "exact_match_loss_max", "f1_loss_max"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise InvalidField(f"thresholds.{name}", f"{getattr(self, name)} is outside (0, 1]")
-        if not 0.0 < self.confidence < 1.0:
-            raise InvalidField("thresholds.confidence", f"{self.confidence} is outside (0, 1)")
-        if not (math.isfinite(self.stratum_factor) and self.stratum_factor >= 1.0):
-            raise InvalidField("thresholds.stratum_factor", f"{self.stratum_factor} must be at least 1")
-        for name in ("prompts_min", "stratum_prompts_min"):
-            if getattr(self, name) < 1:
-                raise InvalidField(f"thresholds.{name}", f"{getattr(self, name)} must be at least 1")
-
-    def highest(self, quantity: Quantity, stratum: str, noise: Noise) -> float:
-        """Return the highest mean loss that passes. No threshold is stricter than full prefill's loss against
-        itself."""
-        highest = {
-            Quantity.KL: max(self.kl_mean_max, 2 * noise.kl_mean),
-            Quantity.DISAGREEMENT: 1 - min(self.top1_agreement_min, noise.top1_agreement),
-            Quantity.EXACT_MATCH: self.exact_match_loss_max,
-            Quantity.F1: self.f1_loss_max,
-        }[quantity]
-        return min(HIGHEST_LOSS, highest * (self.stratum_factor if stratum else 1.0))
-
-
-@dataclass(frozen=True)
-class Search:
-    """How the configurations were found."""
-
-    __pydantic_config__ = STRICT
-
-    candidates: int
-    """Configurations that were tried."""
-    confirmed: int
-    """Number of these measured again, on separate prompts."""
-    minutes: float
-    more_minutes: float | None = None
-    """Approximate further time for the undecided entries; None if none is undecided, or if more time would
-    not help."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The decision that follows from the measurements."""
-
-    __pydantic_config__ = STRICT
-
-    selection: Selection | None
-    """The cheapest selection that passes; None: do not blend this model."""
-    why: str
-    limits: dict[str, Selection] = field(default_factory=dict)
-    """The cheapest passing configuration by selector name; a selector that is missing passed with none."""
-
-
-@dataclass(frozen=True)
-class Tripped:
-    """Records that shadowing turned blending off."""
+class Closing:
+    """Records that blending was turned off because answers or stored chunks were found wrong."""
 
     __pydantic_config__ = STRICT
 
     reason: str
     at: str
     """ISO 8601, UTC."""
+    source: str = ""
+    """Empty: all sources."""
+
+    def covers(self, source: str) -> bool:
+        return self.source in ("", source)
 
 
 @dataclass(frozen=True)
-class CalibrationReport:
+class Opening:
+    """Records when a configuration first passed."""
+
+    __pydantic_config__ = STRICT
+
+    cell: Cell
+    source: str
+    """Empty: for all namespaces."""
+    selection: Selection
+    at: str
+    """ISO 8601, UTC."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one engine contributed."""
+
+    __pydantic_config__ = STRICT
+
+    writer: str
+    """An id that differs between engines and between starts."""
+    versions: str
+    """Versions of Kintsugi and vLLM, and the device."""
+    at: str
+    """When it was last changed: ISO 8601, UTC."""
+    entries: tuple[Entry, ...] = ()
+    closings: tuple[Closing, ...] = ()
+    openings: tuple[Opening, ...] = ()
+    latest: tuple[tuple[str, float, float], ...] = ()
+    """Sources, losses and trip limits of the latest pairs that served blends."""
+    served: int = 0
+    """Number of such pairs so far."""
+    folded: tuple[str, ...] = ()
+    """Writers whose parts were added to this one."""
+
+    def __post_init__(self) -> None:
+        bounds = (
+            (self.entries, ENTRIES_MAX),
+            (self.closings, CLOSINGS_MAX),
+            (self.openings, ENTRIES_MAX),
+            (self.latest, LATEST_MAX),
+            (self.folded, FOLDED_MAX),
+        )
+        if not 0 < len(self.writer) <= 64 or any(len(some) > most for some, most in bounds):
+            raise InvalidField("part", f"{self.writer[:64]!r} is larger than a part may be")
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What passed for one source in one cell."""
+
+    selections: tuple[Selection, ...]
+    """From the safest to the cheapest; not empty."""
+    tally: Tally
+    """The evidence of the cheapest."""
+    on_probation: bool = False
+    """Whether engines with these versions have yet to confirm the evidence."""
+
+    @property
+    def cheapest(self) -> Selection:
+        return self.selections[-1]
+
+    def lacks(self, chunk_tokens: Sequence[int]) -> str | None:
+        """Describe what about a prompt's chunks was not measured; None if they were."""
+        mean = sum(chunk_tokens) / max(1, len(chunk_tokens))
+        size, sizes = size_of(mean), dict(self.tally.sizes)
+        if sum(sizes.get(size + step, 0) for step in (-1, 0, 1)) < SIZE_PAIRS_MIN:
+            return f"chunks of about {mean:.0f} tokens were hardly measured yet"
+        count, counts = size_of(len(chunk_tokens)), dict(self.tally.chunks)
+        if sum(pairs for at, pairs in counts.items() if at >= count - 1) < SIZE_PAIRS_MIN:
+            return f"prompts with {len(chunk_tokens)} chunks were hardly measured yet"
+        return None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far the evidence of one source in one cell is."""
+
+    passed: tuple[Selection, ...]
+    next: Selection | None
+    """The configuration to decide next; None: all passed."""
+    tally: Tally
+    """The evidence about it, or about the last one."""
+    missing: int | None
+    """Estimated number of pairs until it passes; None if more pairs like these do not help."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The evidence of all engines with one binding."""
+
     __pydantic_config__ = STRICT
 
     binding: Binding
     created: str
-    """ISO 8601, UTC. Identifies the calibration among those of its binding: the latest one counts."""
-    questions: str
-    """Where the prompts came from."""
-    seed: int
-    noise: Noise
-    thresholds: Thresholds
-    domain: Domain
-    search: Search
-    entries: list[ReportEntry]
-    choice: Choice
-    tripped: Tripped | None = None
+    """When it was last written: ISO 8601, UTC. It orders the copies on different shards."""
+    parts: tuple[Part, ...] = ()
+    ladder: tuple[Selection, ...] = LADDER
     version: int = REPORT_VERSION
-    baseline: Baseline | None = None
-    """What shadowing compares with; None in reports that were made without one."""
 
-    @staticmethod
-    def of(
-        binding: Binding,
-        created: str,
-        questions: str,
-        seed: int,
-        noise: Noise,
-        thresholds: Thresholds,
-        domain: Domain,
-        search: Search,
-        entries: Sequence[ReportEntry],
-    ) -> CalibrationReport:
-        """The report of these measurements."""
-        choice = choose(entries, noise, thresholds)
-        return CalibrationReport(
-            binding, created, questions, seed, noise, thresholds, domain, search, list(entries), choice
-        )
-
-    @property
-    def digest(self) -> str:
-        """Digest over the canonical JSON of every other field."""
-        return _digest(self._fields)
-
-    @property
-    def _fields(self) -> dict[str, Any]:
-        """Every field as JSON. An empty context and an empty baseline are left out, so that builds without
-        these fields can read the report."""
-        fields = dataclasses.asdict(self)
-        if not self.binding.context:
-            del fields["binding"]["context"]
-        if self.baseline is None:
-            del fields["baseline"]
-        return fields
+    def __post_init__(self) -> None:
+        if len(self.parts) > PARTS_MAX or not 0 < len(self.ladder) <= 16:
+            raise InvalidField("report", f"{len(self.parts)} parts and {len(self.ladder)} configurations")
 
     def to_bytes(self) -> bytes:
-        document = {**self._fields, "digest": self.digest}
-        return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+        return seal_document(dataclasses.asdict(self))
 
     @staticmethod
-    def from_bytes(document: bytes) -> CalibrationReport:
+    def from_bytes(document: bytes) -> Report:
         """Parse a report. Raises `Corrupted` if it is invalid or edited, `VersionMismatch` for another
         format."""
-        values = _parse_report(document)
+        values = open_document(document)
         if values.get("version") != REPORT_VERSION:
             raise VersionMismatch(
-                f"a calibration report of format {values.get('version')!r}; this build reads "
-                f"{REPORT_VERSION}: calibrate again"
+                f"a report of format {values.get('version')!r}; this build reads {REPORT_VERSION}"
             )
-        if values.pop("digest", None) != _digest(values):
-            raise Corrupted("the calibration report does not match its digest; calibrate again")
         try:
-            report = load(CalibrationReport, values, "report")
+            return load(Report, values, "report")
         except InvalidField as error:
-            raise Corrupted(f"the calibration report is not one: {error}; calibrate again") from None
-        if choose(report.entries, report.noise, report.thresholds) != report.choice:
-            raise Corrupted("the calibration report's choice does not follow from it; calibrate again")
-        return report
+            raise Corrupted(f"the report is not one: {error}") from None
 
-    def as_tripped(self, reason: str, at: str) -> CalibrationReport:
-        """Return the revision that turns blending off until the next calibration."""
-        return dataclasses.replace(self, tripped=Tripped(reason, at))
+    @cached_property
+    def closings(self) -> tuple[Closing, ...]:
+        """All closings, oldest first."""
+        return tuple(sorted((one for part in self.parts for one in part.closings), key=lambda one: one.at))
 
-    def created_after(self, document: bytes) -> CalibrationReport:
-        """Return this calibration, with `created` moved after that of a stored document if a clock was
-        slow."""
-        latest = ReportRevision.of(document).created
-        if _moment(self.created) > latest:
-            return self
-        return dataclasses.replace(self, created=(latest + _STEP).isoformat(timespec="seconds"))
+    def epoch(self, source: str) -> int:
+        """Return how often blending was closed for a source. Closings of `CLOSED_TOGETHER` other namespaces
+        count as one for all."""
+        own = sum(one.covers(source) for one in self.closings)
+        others = {one.source for one in self.closings if one.source not in ("", source)}
+        return own + len(others) // CLOSED_TOGETHER
 
+    def last_closing(self, source: str) -> Closing | None:
+        """Return the last closing that counts for a source; None if blending was never closed for it."""
+        if not self.epoch(source):
+            return None
+        covering = [one for one in self.closings if one.covers(source)]
+        return (covering or self.closings)[-1]
 
-@dataclass(frozen=True, order=True)
-class ReportRevision:
-    """The revision of a stored document. A total order, the same for every reader of the same bytes.
+    @cached_property
+    def _tallies(self) -> dict[tuple[Cell, str, Selection], Tally]:
+        """The evidence of all parts since the last closing."""
+        found: dict[tuple[Cell, str, Selection], Tally] = {}
+        for entry in (entry for part in self.parts for entry in part.entries):
+            if entry.epoch == self.epoch(entry.source):
+                key = entry.cell, entry.source, entry.selection
+                found[key] = found.get(key, EMPTY) + entry.tally
+        return found
 
-    It uses only fields that every report has: builds that do not know an added counter would reject the
-    report.
-    """
+    def tally(self, cell: Cell, source: str, selection: Selection) -> Tally:
+        """Return the evidence about a configuration since the last closing."""
+        return self._tallies.get((cell, source, selection), EMPTY)
 
-    created: datetime
-    """A new calibration is above all older ones, tripped or not."""
-    is_tripped: bool
-    """Between two documents of one calibration, the tripped report is above the one that allows blending."""
-    digest: str
-    """Decides between two trips of one calibration."""
+    @cached_property
+    def _slots(self) -> dict[tuple[Cell, str], int]:
+        """The slots of all cells and sources, which differ. Where two writers have taken one slot at the same
+        time, one of the two moves to the next free slot. Where writers disagree, the highest counts: the
+        share of the error probability never grows."""
+        wanted: dict[tuple[Cell, str], int] = {}
+        for entry in (entry for part in self.parts for entry in part.entries):
+            key = entry.cell, entry.source
+            wanted[key] = max(wanted.get(key, 1), entry.slot)
+        found: dict[tuple[Cell, str], int] = {}
+        last = 0
+        for slot, key in sorted((slot, key) for key, slot in wanted.items()):
+            found[key] = last = max(slot, last + 1)
+        return found
 
-    @staticmethod
-    def of(document: bytes) -> ReportRevision:
-        """Return a document's revision; the lowest for an invalid or edited document. Never raises.
+    def slot(self, cell: Cell, source: str) -> int:
+        """Return the slot of cell and source: the next free one if they have none."""
+        return self._slots.get((cell, source), max(self._slots.values(), default=0) + 1)
 
-        Checks the digest alone, so that reports with fields of later builds are ordered too, and so that a
-        store does not spend time on the measurements of a hostile one.
+    @property
+    def cells(self) -> list[Cell]:
+        return sorted({cell for cell, _ in self._slots})
+
+    def sources(self, cell: Cell) -> list[str]:
+        """Return the sources with evidence in a cell."""
+        return sorted(source for one, source in self._slots if one == cell)
+
+    def standing(self, cell: Cell, source: str, quality: Quality) -> Standing:
+        """Return how far a source's own evidence is."""
+        epoch, slot = self.epoch(source), self.slot(cell, source)
+        enough = -math.log(ERROR * (1 - COMMON_SHARE) * share_of_slot(slot) * _share_of_epoch(epoch))
+        passed: list[Selection] = []
+        tally = EMPTY
+        for selection in self.ladder:
+            tally = self.tally(cell, source, selection)
+            if not _passes(tally, quality, enough):
+                return Standing(tuple(passed), selection, tally, _pairs_missing(tally, quality, enough))
+            passed.append(selection)
+        return Standing(tuple(passed), None, tally, 0)
+
+    def common(self, cell: Cell, quality: Quality) -> tuple[tuple[Selection, ...], Tally]:
+        """Return what passes in a cell on the evidence of several namespaces together, and the evidence about
+        the cheapest of it. Each namespace contributes at most its share of the wealth."""
+        spaces = [source for source in self.sources(cell) if source != FILE]
+        slot = min((self._slots[cell, source] for source in spaces), default=1)
+        enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(slot))
+        passed: list[Selection] = []
+        last = EMPTY
+        for selection in self.ladder:
+            tallies = [self.tally(cell, source, selection) for source in spaces]
+            wealths = [min(one.log_wealth(quality.loss_max), enough / NAMESPACES_MIN) for one in tallies]
+            if sum(wealths) < enough:
+                break
+            passed.append(selection)
+            last = sum(tallies, EMPTY)
+        return tuple(passed), last
+
+    def allowance(self, cell: Cell, source: str, quality: Quality, versions: str) -> Allowance | None:
+        """Return what a namespace's requests may use in a cell; None: nothing yet.
+
+        A namespace in which blending was closed, alone or with all, needs new evidence of its own.
         """
-        try:
-            values = _parse_report(document)
-            digest = values.pop("digest", None)
-            if digest != _digest(values):
-                return ReportRevision(_OLDEST, False, "")
-        except (Corrupted, RecursionError):
-            return ReportRevision(_OLDEST, False, "")
-        return ReportRevision(_moment(values.get("created")), values.get("tripped") is not None, digest)
+        if self.epoch(source) >= CLOSINGS_EACH:
+            return None
+        own = self.standing(cell, source, quality)
+        found = [(own.passed, self._tally_of_last(cell, source, own.passed))]
+        if not self.epoch(source):
+            passed = self.standing(cell, FILE, quality).passed
+            found += [(passed, self._tally_of_last(cell, FILE, passed)), self.common(cell, quality)]
+        selections, tally = max(found, key=lambda one: len(one[0]))
+        if not selections:
+            return None
+        return Allowance(selections, tally, self.on_probation(versions))
 
+    def _tally_of_last(self, cell: Cell, source: str, passed: Sequence[Selection]) -> Tally:
+        return self.tally(cell, source, passed[-1]) if passed else EMPTY
 
-def supersedes(document: bytes, other: bytes | None) -> bool:
-    """Whether a stored report must be kept rather than another one; None: there is no other one. Pure.
-
-    False both ways for two invalid documents: the one written last replaces the other.
-    """
-    if other is None:
-        return True
-    return document != other and ReportRevision.of(document) > ReportRevision.of(other)
-
-
-def replaces(document: bytes, held: bytes | None, now: datetime) -> bool:
-    """Whether a store keeps a report in place of the one that it holds, if any. Pure.
-
-    Raises `InvalidField` for a report dated in the future, which would supersede later calibrations. A
-    tripped one is accepted, because turning blending off must always be possible; the next report that is put
-    replaces it.
-    """
-    latest = now + FUTURE_MAX
-    revision = ReportRevision.of(document)
-    if revision.created > latest and not revision.is_tripped:
-        raise InvalidField(
-            "created",
-            f"{revision.created.isoformat()} is more than a day ahead of the store's clock "
-            f"({now.isoformat(timespec='seconds')}); set the clock that is wrong, and calibrate again",
+    def on_probation(self, versions: str) -> bool:
+        """Whether engines with these versions measured too few pairs to confirm what others measured."""
+        pairs = sum(
+            entry.tally.pairs for part in self.parts if part.versions == versions for entry in part.entries
         )
-    if held is None or ReportRevision.of(held).created > latest:
-        return True
-    return not supersedes(held, document)
+        return pairs < PROBATION_PAIRS
+
+    def with_part(self, part: Part, created: str) -> Report:
+        """Return the report with a part in place of its writer's former one. If there are too many parts, the
+        oldest are added together. A part that was added to another one is not added again: its writer goes on
+        as another writer (`quality.reports`)."""
+        parts = [one for one in self.parts if one.writer != part.writer]
+        gone = {writer for one in parts for writer in one.folded}
+        if part.writer in gone:
+            return self
+        parts = sorted((one for one in parts if one.writer not in gone), key=lambda one: one.at)
+        while len(parts) >= PARTS_MAX:
+            parts = [_fold(parts[0], parts[1]), *parts[2:]]
+        return dataclasses.replace(self, parts=(*parts, part), created=created)
 
 
-def _moment(created: object) -> datetime:
-    """Parse `created`; `_OLDEST` if it is invalid, or too late for another time to follow."""
-    try:
-        moment = datetime.fromisoformat(created)  # type: ignore[arg-type]
-        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    except (TypeError, ValueError, OverflowError):
-        return _OLDEST
-    return moment if moment <= _LATEST else _OLDEST
+def _fold(one: Part, other: Part) -> Part:
+    """Add two parts whose engines have most likely ended. If their versions differ, the evidence counts for
+    no version's probation."""
+    found: dict[tuple[Any, ...], Entry] = {}
+    for entry in (*one.entries, *other.entries):
+        key = entry.cell, entry.source, entry.epoch, entry.selection
+        known = found.get(key)
+        found[key] = (
+            entry
+            if known is None
+            else dataclasses.replace(known, slot=max(known.slot, entry.slot), tally=known.tally + entry.tally)
+        )
+    folded = (*one.folded, one.writer, *other.folded, other.writer)
+    return Part(
+        writer=FOLDED,
+        versions=one.versions if one.versions == other.versions else "",
+        at=other.at,
+        entries=tuple(found.values())[:ENTRIES_MAX],
+        closings=(*one.closings, *other.closings)[-CLOSINGS_MAX:],
+        openings=(*one.openings, *other.openings)[:ENTRIES_MAX],
+        folded=tuple(writer for writer in folded if writer != FOLDED)[-FOLDED_MAX:],
+    )
 
 
-def _parse_report(document: bytes) -> dict[str, Any]:
-    """The JSON object that a document holds, unchecked. Raises `Corrupted`."""
-    if len(document) > REPORT_BYTES_MAX:
-        raise Corrupted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are read")
-    try:
-        values = json.loads(document)
-    except (ValueError, RecursionError):
-        raise Corrupted("the calibration report is not JSON; calibrate again") from None
-    if not isinstance(values, dict):
-        raise Corrupted("the calibration report is not a JSON object; calibrate again")
-    return values
+def source_of(namespace: str) -> str:
+    """Return the source of a namespace's evidence: a digest, because reports need no names of tenants. Parts
+    of a namespace count as one source, because callers make them at will."""
+    return blake3.blake3(b"kintsugi-source\0" + base_of(namespace).encode()).hexdigest()[:16]
 
 
-def _digest(fields: dict[str, Any]) -> str:
-    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return blake3.blake3(b"kintsugi-report\0" + canonical.encode()).hexdigest()
+def share_of_slot(slot: int) -> float:
+    """Return a slot's share of the error probability. The shares of all slots sum to 1."""
+    return FIRST_SLOT if slot == 1 else (1 - FIRST_SLOT) / ((slot - 1) * slot)
 
 
-def seal_document(fields: dict[str, Any]) -> bytes:
-    """A small document that a store orders by `created` as it does reports (`ReportRevision`)."""
-    sealed = {**fields, "digest": _digest(fields)}
-    return json.dumps(sealed, separators=(",", ":"), allow_nan=False).encode()
+def _share_of_epoch(epoch: int) -> float:
+    """Return the share of a slot's error probability after this many closings. All shares sum to 1."""
+    return FIRST_EPOCH if epoch == 0 else (1 - FIRST_EPOCH) / 2**epoch
 
 
-def open_document(document: bytes) -> dict[str, Any]:
-    """The fields of a document from `seal_document`. Raises `Corrupted`."""
-    fields = _parse_report(document)
-    if fields.pop("digest", None) != _digest(fields):
-        raise Corrupted("the document does not match its digest")
-    return fields
+def _passes(tally: Tally, quality: Quality, enough: float) -> bool:
+    if tally.log_wealth(quality.loss_max) < enough:
+        return False
+    return not tally.answers or tally.log_wealth_of_answers(quality.wrong_max) >= enough
 
 
-def shortfalls(entry: ReportEntry, noise: Noise, thresholds: Thresholds) -> list[str]:
-    """Describe why an entry does not pass; empty if every bound is within its threshold."""
-    if entry.place is None:
-        return ["only screened"]
-    missed = []
-    for bound in entry.bounds:
-        highest = thresholds.highest(bound.quantity, bound.stratum, noise)
-        if bound.upper > highest + LOSS_TOLERANCE:
-            where = f" of {bound.stratum}" if bound.stratum else ""
-            name = QUANTITY_NAMES[bound.quantity]
-            missed.append(
-                f"{name}{where}: {bound.mean:.3f} in {bound.num_prompts} prompts, "
-                f"so up to {bound.upper:.3f}; at most {highest:.3g} passes"
-            )
-    return missed
-
-
-def passing(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> list[ReportEntry]:
-    """The confirmed entries that pass, from the safest to the cheapest. Pure.
-
-    An entry passes if every bound is within its threshold and was computed with no more error than the entry
-    was entitled to (`entitlements`).
-    """
-    confirmed = sorted((e for e in entries if e.place is not None), key=lambda entry: entry.place or 0)
-    within = [not shortfalls(entry, noise, thresholds) for entry in confirmed]
-    passed: list[ReportEntry] = []
-    for index, entry in enumerate(confirmed):
-        entitled = entitlements(within[:index], len(confirmed), thresholds)[-1]
-        within[index] = within[index] and entry.error <= entitled * (1 + RATIO_TOLERANCE)
-        if within[index]:
-            passed.append(entry)
-    return passed
-
-
-def entitlements(passed: Sequence[bool], count: int, thresholds: Thresholds) -> list[float]:
-    """Return the error probability that each configuration of a sequence of `count` may use, up to the one
-    after `passed`.
-
-    The first gets `FIRST_SHARE` of the total, the others share the rest, and one that passes hands its share
-    to the next (the fallback procedure: Wiens and Dmitrienko, 2005). So the probability that a wrong
-    configuration passes stays within ``1 - confidence``.
-    """
-    whole = 1 - thresholds.confidence
-    rest = (1 - FIRST_SHARE) * whole / max(1, count - 1)
-    found = [FIRST_SHARE * whole if count > 1 else whole]
-    for has_passed in passed:
-        found.append(rest + (found[-1] if has_passed else 0.0))
-    return found
-
-
-def choose(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> Choice:
-    """The cheapest configuration that passes, and each selector's cheapest. Pure.
-
-    Only configurations that passed count: a larger ratio or a deeper layer is not assumed to be better. One
-    that costs a full prefill or more is excluded. Ties go to the smaller KL, then to the name, so that the
-    same measurements decide alike.
-    """
-    eligible = [entry for entry in passing(entries, noise, thresholds) if entry.cost < 1.0]
-    if not eligible:
-        return Choice(None, _why_none(entries, noise, thresholds))
-    eligible.sort(key=lambda entry: (entry.cost, entry.kl_mean, describe_selection(entry.selection)))
-    limits: dict[str, Selection] = {}
-    for entry in eligible:
-        limits.setdefault(entry.selection.selector, entry.selection)
-    confirmed = sum(entry.place is not None for entry in entries)
-    best = eligible[0]
-    why = f"cheapest of {len(eligible)} that pass, of {confirmed} confirmed: cost {best.cost:.3f}"
-    return Choice(best.selection, why, limits)
-
-
-def _why_none(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> str:
-    """Describe the configuration that is closest to passing, and what it misses."""
-    confirmed = [entry for entry in entries if entry.place is not None]
-    if not confirmed:
-        return f"none of {len(entries)} looked good enough to confirm" if entries else "nothing was measured"
-    nearest = min(confirmed, key=lambda entry: (len(shortfalls(entry, noise, thresholds)), entry.place))
-    missed = shortfalls(nearest, noise, thresholds) or [f"cost {nearest.cost:.3f}"]
-    more = nearest.prompts_missing
-    hint = "" if more is None else f"; undecided: about {more} more prompts like these would decide it"
-    name = describe_selection(nearest.selection)
-    return f"none of {len(confirmed)} confirmed passes; nearest is {name}: {'; '.join(missed[:3])}{hint}"
+def _pairs_missing(tally: Tally, quality: Quality, enough: float) -> int | None:
+    """Estimate how many more pairs pass, by losses and by known answers; None if more do not help."""
+    losses = tally.pairs_missing(quality.loss_max, enough)
+    answers = tally.pairs_missing_for_answers(quality.wrong_max, enough)
+    return None if losses is None or answers is None else max(losses, answers)

@@ -5,12 +5,14 @@ A gateway or client sends constraints; only the connector plans.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt
 
@@ -19,9 +21,13 @@ from kintsugi.core.plugins import SELECTORS, plugin_names
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, Span, check_namespace
 
+if TYPE_CHECKING:
+    from kintsugi.core.plan import Selection
+
 PARAMS_KEY = "kintsugi"
 PARAMS_VERSION = 1
 SPANS_MAX = 4096
+TRIAL_TAG_CHARS = 32
 TTL_S_MAX = 10 * 365 * 86_400.0
 """Ten years."""
 FOUND_CHARS_MIN = 32
@@ -62,8 +68,8 @@ class Op(StrEnum):
     BLEND = "blend"
     SAVE = "save"
     AUDIT = "audit"
-    """Prefill a stored chunk again, like a save, and report the difference from the stored KV. Only shadowing
-    may request it, not callers of a service."""
+    """Prefill a stored chunk again, like a save, and report the difference from the stored KV. Only the
+    engine itself may request it, not callers of a service."""
     OFF = "off"
 
     @property
@@ -154,6 +160,43 @@ def _read_span(row: Any, where: str) -> Span:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """Blend with exactly this configuration, whether it passed or not, and share the KV with no other
+    request: a twin of a measured answer (`quality.stream`). Callers of a service cannot request one."""
+
+    __pydantic_config__ = STRICT
+
+    tag: str
+    """Random name of the KV, hexadecimal. Requests with the same tag share it."""
+    ratio: float
+    """`core.plan.Selection.ratio`."""
+    selector: str
+    """`core.plan.Selection.selector`."""
+    check_layer: int
+    """`core.plan.Selection.check_layer`."""
+    query_layers: tuple[int, ...] = ()
+    """`core.plan.Selection.query_layers`."""
+    adaptive_mass: float | None = None
+    """`core.plan.Selection.adaptive_mass`."""
+
+    def __post_init__(self) -> None:
+        if len(self.tag) != TRIAL_TAG_CHARS or not set(self.tag) <= set("0123456789abcdef"):
+            raise InvalidField("trial.tag", f"must have {TRIAL_TAG_CHARS} hexadecimal digits")
+
+    @staticmethod
+    def of(selection: Selection) -> Trial:
+        """A new trial of a configuration."""
+        return Trial(
+            os.urandom(TRIAL_TAG_CHARS // 2).hex(),
+            selection.ratio,
+            str(selection.selector),
+            selection.check_layer,
+            selection.query_layers,
+            selection.adaptive_mass,
+        )
+
+
+@dataclass(frozen=True)
 class KintsugiParams:
     """One request's constraints, and their JSON form. JSON has types: `true` is not a ratio.
 
@@ -197,6 +240,8 @@ class KintsugiParams:
     no_store: StrictBool = False
     """Count and save nothing of this prompt. Stored chunks are used, but no others than the declared ones if
     there are any."""
+    trial: Trial | None = None
+    """A configuration to blend with, whatever the report allows. Only the engine itself sets it."""
     version: StrictInt = PARAMS_VERSION
     """Version of this form."""
 
@@ -233,6 +278,8 @@ class KintsugiParams:
         }
         if self.spans is not None:
             wire["spans"] = [[s.start, s.end, *([s.key.hex] if s.key else [])] for s in self.spans]
+        if self.trial is not None:
+            wire["trial"] = dataclasses.asdict(self.trial)
         return {PARAMS_KEY: {k: v.value if isinstance(v, StrEnum) else v for k, v in wire.items()}}
 
 
@@ -255,10 +302,12 @@ def parse_selector(name: str) -> str:
     return name
 
 
-def check_no_audit(params: KintsugiParams) -> None:
-    """Raise `InvalidField` for an audit: only shadowing may request one, and by another path."""
+def check_foreign(params: KintsugiParams) -> None:
+    """Raise `InvalidField` for an audit or a trial: only the engine itself requests them, by another path."""
     if params.op is Op.AUDIT:
-        raise InvalidField("op", "audit belongs to shadowing; use blend or off")
+        raise InvalidField("op", "audit is for the engine itself; use blend or off")
+    if params.trial is not None:
+        raise InvalidField("trial", "is for the engine itself; leave it out")
 
 
 def check_spans(spans: Sequence[Span], num_tokens: int) -> None:

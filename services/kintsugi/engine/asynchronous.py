@@ -19,6 +19,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kintsugi import __version__
 from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import (
@@ -33,9 +34,10 @@ from kintsugi.core.exchange import (
     SaveState,
     Usage,
 )
+from kintsugi.core.gate import GateState, Progress, summarize, widest
 from kintsugi.core.prompt import FormName
-from kintsugi.core.report import Binding
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams, check_no_audit
+from kintsugi.core.report import Allowance, Binding
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, check_foreign
 from kintsugi.core.schema import load
 from kintsugi.core.spaces import ChunkSpace, TokenIds, check_namespace
 from kintsugi.engine.config import OPENAI_OPTIONS, EngineConfig, OpenAIOptions
@@ -56,6 +58,7 @@ from kintsugi.engine.watching import (
     WatchedClient,
     Watcher,
     audit_chunk,
+    blend_trial,
     prefill_in_full,
 )
 from kintsugi.engine.worker.hooks import ENGINE_HOOKS, HOOKS, OPENAI_HOOKS, check_vllm
@@ -116,8 +119,7 @@ class AsyncSpec:
         """Return the engine of a service's configuration. Reads the tokenizer if there is a context. Raises
         as `encode_context`, `load_form` and `reference.fetch_model` do."""
         connector: dict[str, Any] = {"codec": model.codec, **engines.expert.connector}
-        if engines.allow_uncalibrated:
-            connector["allow_uncalibrated"] = True
+        connector.setdefault("quality", engines.quality)
         arguments: dict[str, Any] = dict(engines.vllm)
         options = {name: arguments.pop(name) for name in OPENAI_OPTIONS if name in arguments}
         folder, name = resolve_model(model.path), model.name or Path(model.path).name or model.path
@@ -271,19 +273,25 @@ class AsyncEngine(EngineBackend):
         return OpenAIFront(self._watched, names, self.prefix_token_ids, options)
 
     async def info(self) -> EngineInfo:
+        from vllm import __version__ as vllm_version
+
         self.check_health()
         state = self._gate.state
         unable = self._watched.weights_changed or self._declined
-        closed = unable or (None if state.is_open else f"{state.reason}: {state.detail}")
-        default = None if closed else state.default or self._config.selection
-        limits = state.limits
+        progress = summarize(state)
+        if unable:
+            progress = Progress("closed", unable)
+        untested = self._config.selection if progress.state == "off" else None
+        opened = None if unable else widest(state)
+        default = untested if opened is None else opened[2].cheapest
         return EngineInfo(
             model=self._spec.name,
             fingerprint=self._gate.binding.model.hex,
             prefix_token_ids=self.prefix_token_ids,
             portable=self._config.portable,
             max_model_len=self.max_model_len,
-            blending=closed or "on",
+            blending="on" if default else unable or _why_closed(state, progress),
+            progress=progress,
             tokenizer=self._tokenizer,
             form=self._form.name.value,
             question_foot=self._form.foot,
@@ -292,9 +300,9 @@ class AsyncEngine(EngineBackend):
             aliases=self._spec.aliases,
             selector="" if default is None else default.selector,
             ratio=None if default is None else default.ratio,
-            ratios_min=None if limits is None else {name: limit.ratio for name, limit in limits.items()},
-            version=self._gate.binding.kintsugi,
-            vllm=self._gate.binding.vllm,
+            ratios_min=None if untested else _least_ratios(opened),
+            version=__version__,
+            vllm=vllm_version,
         )
 
     @property
@@ -303,9 +311,14 @@ class AsyncEngine(EngineBackend):
         return self._gate.binding
 
     @property
-    def is_held_to_the_store(self) -> bool:
-        """Whether a report in the store decides what may be blended."""
-        return self._config.report is None and not self._config.allow_uncalibrated
+    def gate(self) -> Gate:
+        """The gate, which reads the report."""
+        return self._gate
+
+    @property
+    def learns(self) -> bool:
+        """Whether the store's report decides what may be blended, so that this engine adds evidence."""
+        return self._config.report is None and not self._gate.is_fixed
 
     def watch(self, watcher: Watcher | None) -> None:
         """Pass sampled answers to ``watcher`` from now on; None: stop sampling."""
@@ -318,6 +331,14 @@ class AsyncEngine(EngineBackend):
         self._submitted += 1
         with _errors_as_ours():
             return await prefill_in_full(self.client, prompt, f"full-{self._submitted}", priority)
+
+    async def blend(self, prompt: Prompt, priority: int) -> Generation:
+        """Run the prompt's trial, along `prompt.forced` if it is set. Not counted as load. Raises
+        `Unavailable`."""
+        self.check_health()
+        self._submitted += 1
+        with _errors_as_ours():
+            return await blend_trial(self.client, prompt, f"trial-{self._submitted}", priority)
 
     async def audit(self, prompt: Prompt, priority: int) -> Generation:
         """Run the audit of a stored chunk (`engine.auditing`). Not counted as load. Raises `Unavailable`."""
@@ -363,7 +384,7 @@ class AsyncEngine(EngineBackend):
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         # Ray Serve streams only from generator functions: a method that returns a generator runs in a thread.
         self.check_health()
-        check_no_audit(call.params)
+        check_foreign(call.params)
         async with self._front.ask(call) as answer:
             yield answer.head
             if answer.events is None:
@@ -388,7 +409,7 @@ class AsyncEngine(EngineBackend):
         from vllm import TokensPrompt
 
         self.check_health()
-        check_no_audit(request.params)
+        check_foreign(request.params)
         self._check_model(request.fingerprint)
         check_length(request.prompt_token_ids, 1, self.max_model_len, "prompt_token_ids")
         sampling = self._sampling(request)
@@ -505,6 +526,16 @@ class AsyncEngine(EngineBackend):
         # vLLM leaves its sockets' context, with two threads, to the garbage collector, which would warn at a
         # random later time.
         await asyncio.to_thread(client.engine_core.resources.ctx.term)
+
+
+def _why_closed(state: GateState, progress: Progress) -> str:
+    return f"{state.reason or progress.state}: {state.detail if state.reason else progress.detail}"
+
+
+def _least_ratios(opened: tuple[Any, str, Allowance] | None) -> dict[str, float]:
+    """Return the lowest open ratio by selector."""
+    passed = () if opened is None else opened[2].selections
+    return {str(one.selector): one.ratio for one in sorted(passed, key=lambda one: -one.ratio)}
 
 
 def _scored(request: EngineRequest, output: Any, completed: int) -> float | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.evidence import Quality
 from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces import SALT, narrow
 from kintsugi.core.plan import Selection
@@ -52,29 +53,30 @@ class EngineConfig:
     double the stored bytes."""
 
     report: str | None = None
-    """Path of a calibration report. None: the store's report for the model's fingerprint."""
+    """Path of a report. None: the store's report for the model's fingerprint."""
 
     report_poll_ms: int = 5_000
-    """Period at which the report is read again: how long a new or a tripped one takes to be noticed."""
+    """Period at which the report is read again: how long a change takes to be noticed."""
 
-    allow_uncalibrated: bool = False
-    """Blend without a passing report, by `ratio`, `selector` and `check_layer`. For tests with random weights
-    and for experiments; `$KINTSUGI_ALLOW_UNCALIBRATED=1` has the same effect."""
+    quality: Quality = Quality.BALANCED
+    """How much a blend may lose, and so what the evidence must show before prompts are blended: `strict`,
+    `balanced`, or `off`, which tests nothing and blends by `ratio`, `selector` and `check_layer`."""
 
     audits: bool = False
-    """Accept requests that audit stored chunks (`op=audit`). Kintsugi's own engines set it, because their
-    callers cannot send such requests; under plain `vllm serve` any caller can."""
+    """Accept requests that audit stored chunks (`op=audit`), and trials of configurations. Kintsugi's own
+    engines set it, because their callers cannot send such requests; under plain `vllm serve` any caller
+    can."""
 
     save_only: bool = False
     """Save chunks and blend nothing; no report is read. For precompute's workers."""
 
     ratio: float = 0.15
-    """Recompute ratio of requests that name none: the share of the hit tokens that a blend recomputes. A
-    calibration report's choice replaces this and the next two settings. A service's shards use this ratio to
-    choose tiers, so set it to the report's."""
+    """Recompute ratio of requests that name none: the share of the hit tokens that a blend recomputes. Used,
+    like the next two settings, while `quality` is off; otherwise by what passed. A service's shards use this
+    ratio to choose tiers."""
 
     selector: str = SelectorName.HKVD
-    """Selector of requests that name none. A calibration report's choice replaces it."""
+    """Selector of requests that name none, while `quality` is off."""
 
     check_layer: int = 1
     """Layer whose KV deviation is measured, for selectors that use it. The best layer depends on the

@@ -15,7 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -254,11 +254,11 @@ class LocalEngine:
 
     @property
     def binding(self) -> Binding:
-        """The binding of calibration reports about this engine."""
+        """The binding of reports about this engine."""
         return self._scheduler.gate.binding
 
     def refresh_gate(self) -> None:
-        """Read the calibration report now, instead of at the next poll."""
+        """Read the report now, instead of at the next poll."""
         self._scheduler.gate.refresh()
 
     @property
@@ -283,13 +283,15 @@ class LocalEngine:
         return int(self.llm.llm_engine.model_config.hf_text_config.num_hidden_layers)
 
     def plan_with(self, selection: Selection) -> None:
-        """Set the selection of requests that name none, for measuring. A serving engine takes it from its
-        configuration or its calibration report."""
+        """Set the selection of requests that name none, of an engine that tests nothing."""
         self._scheduler.planner = self._scheduler.planner.with_selection(selection)
 
-    def unlimited(self) -> AbstractContextManager[None]:
-        """Lift the calibrated limits of ratios in the block, to measure lower ratios."""
-        return self._scheduler.gate.lift_limits()
+    @property
+    def versions(self) -> str:
+        """Versions and device, as in `core.report.Part`."""
+        from kintsugi.engine.scheduler.gate import describe_versions
+
+        return describe_versions()
 
     @property
     def _scheduler(self) -> SchedulerSide:

@@ -102,7 +102,7 @@ class LoadMeter:
 
 
 class Watcher(Protocol):
-    """Interface of `quality.shadow.Shadow` for this module."""
+    """Interface of `quality.stream.Stream` for this module."""
 
     @property
     def positions(self) -> int:
@@ -201,7 +201,7 @@ class WatchedClient:
             return None
         if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None
-        plain = Prompt(token_ids, KintsugiParams(params.namespace, spans=params.spans))
+        plain = Prompt(token_ids, params)
         marked = watcher.prepare_prompt(sample_id, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
 
@@ -332,8 +332,25 @@ async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority
     """
     # A unique salt: an equal prompt may have left blended blocks.
     salt = uuid.uuid4().hex
+    return await _run_along(client, prompt, salt, request_id, priority, {"skip_reading_prefix_cache": True})
+
+
+async def blend_trial(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
+    """Blend the prompt as its trial says, and return the distributions after it and along `prompt.forced`,
+    with the blend's accounting. Both passes share the trial's KV, which no other request finds."""
+    assert prompt.params is not None
+    extra = {"extra_args": {"kv_transfer_params": prompt.params.to_mapping()}}
+    return await _run_along(client, prompt, prompt.params.namespace, request_id, priority, extra)
+
+
+async def _run_along(
+    client: Any, prompt: Prompt, salt: str, request_id: str, priority: int, first: Mapping[str, Any]
+) -> Generation:
+    """Run the prompt, and once more with `prompt.forced` appended. ``first``: sampling parameters of the
+    first pass; the second has its `extra_args`."""
     forced = list(prompt.forced or ())
-    last = await _run_prefill(client, prompt, salt, request_id, priority, skip_reading_prefix_cache=True)
+    last = await _run_prefill(client, prompt, salt, request_id, priority, **first)
+    accounting = (last.kv_transfer_params or {}).get(PARAMS_KEY)
     steps = [_best(last.outputs[0].logprobs[0], prompt.top_logprobs)]
     if len(forced) > 1 and client.vllm_config.cache_config.enable_prefix_caching:
         longer = replace(prompt, token_ids=[*prompt.token_ids, *forced[:-1]])
@@ -345,12 +362,13 @@ async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority
             priority,
             prompt_logprobs=prompt.top_logprobs,
             skip_reading_prefix_cache=False,
+            extra_args=first.get("extra_args"),
         )
         rows = last.prompt_logprobs[len(last.prompt_logprobs) - len(forced) + 2 :]
         steps += [_best(row, prompt.top_logprobs) for row in rows]
         steps.append(_best(last.outputs[0].logprobs[0], prompt.top_logprobs))
     token_ids = forced[: len(steps)] or list(last.outputs[0].token_ids)
-    return _Answer(len(steps), prompt.top_logprobs, token_ids, steps).generation(last, None)
+    return _Answer(len(steps), prompt.top_logprobs, token_ids, steps).generation(last, accounting)
 
 
 async def audit_chunk(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:

@@ -1,6 +1,6 @@
 """Audits compare a stored chunk with the KV that the model computes for the same tokens.
 
-Shadowing compares answers, and an answer depends on few layers of few chunks, so damaged KV rarely changes
+Pairs compare answers, and an answer depends on few layers of few chunks, so damaged KV rarely changes
 it. The KV itself shows the damage at once. A chunk's KV depends only on its tokens and the tokens before
 them, so a second prefill gives the same KV except for two differences: the rounding of the engine's dtype,
 which varies with the batch, and the loss of the codec.

@@ -165,7 +165,6 @@ def _blends(selections: Sequence[Selection]) -> list[tuple[str, Selection]]:
 
 
 def row_of(method: str, selection: Selection | None, setting: Setting, scores: Scores) -> EvaluationRow:
-    entry = scores.entry
     exact = scores.score_cases(metrics.exact_match)
     losses = [
         before - after
@@ -176,12 +175,12 @@ def row_of(method: str, selection: Selection | None, setting: Setting, scores: S
         setting,
         method,
         selection,
-        entry.cost,
+        scores.cost,
         metrics.bootstrap([answer.ttft_s for answer in scores.blend]),
-        entry.num_prompts,
-        entry.kl_mean,
-        entry.kl_p99,
-        entry.top1_agreement,
+        len(scores.cases),
+        scores.kl_mean,
+        scores.kl_p99,
+        scores.top1_agreement,
         _interval(exact),
         _interval(scores.score_cases(metrics.f1)),
         _interval(scores.score_cases(metrics.rouge_l)),
@@ -196,7 +195,7 @@ def _interval(values: Sequence[float]) -> Interval | None:
 
 def _task_row(scores: Scores) -> dict[str, float]:
     exact = scores.score_cases(metrics.exact_match)
-    values = {"kl_mean": scores.entry.kl_mean, "top1_agreement": scores.entry.top1_agreement}
+    values = {"kl_mean": scores.kl_mean, "top1_agreement": scores.top1_agreement}
     return {**values, "exact_match": metrics.mean(exact)} if exact else values
 
 
@@ -234,8 +233,6 @@ def measure_rates(
         arrivals_s = list(itertools.accumulate(picks.expovariate(rate) for _ in range(count)))
         for method, selection in methods:
             notify(f"{method} at {rate:g} requests per second")
-            if selection is not None:
-                engine.plan_with(selection)
             engine.reset_prefix_cache()
             prompts = [bench.prompt(index, selection) for index in range(count)]
             ttfts = [answer.ttft_s for answer in engine.generate(prompts, arrivals_s=arrivals_s)]

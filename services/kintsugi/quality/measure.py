@@ -16,22 +16,19 @@ from functools import lru_cache
 from typing import Any, NoReturn, Protocol
 
 from kintsugi.core.accounting import Outcome
-from kintsugi.core.baseline import Baseline
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
+from kintsugi.core.evidence import Deviation, Tally
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
-from kintsugi.core.report import Noise, Quantity, ReportEntry
-from kintsugi.core.request import KintsugiParams
+from kintsugi.core.request import KintsugiParams, Trial
 from kintsugi.discovery.segments import TOKENS_MIN, cut_chunks
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
-from kintsugi.quality.racing import PromptLosses
+from kintsugi.quality.stream import TOP_LOGPROBS
 
-TOP_LOGPROBS = 20
-"""vLLM's default limit."""
 SAVE_BATCH = 256
 CONTINUATION_TOKENS = 8
 """Number of leading tokens of full prefill's answer to compare if no answer is given."""
@@ -53,8 +50,6 @@ class MeasuredEngine(Protocol):
     def save(
         self, prefix_token_ids: Sequence[int], chunks: Sequence[Sequence[int]], namespace: str
     ) -> list[Generation]: ...
-
-    def plan_with(self, selection: Selection) -> None: ...
 
     def reset_prefix_cache(self) -> None: ...
 
@@ -155,13 +150,6 @@ class Bench:
         """Reference answers by case index."""
         self._stored: set[tuple[int, ...]] = set()
 
-    def on_engine(self, engine: MeasuredEngine) -> Bench:
-        """Return a bench for the same cases on another engine of the same model. The answers of full prefill
-        are shared, because they do not depend on stored chunks."""
-        other = Bench(engine, self.cases, self.max_tokens, self.batch)
-        other._full = self._full
-        return other
-
     def store_chunks(self, indices: Sequence[int] | None = None) -> None:
         """Prefill and store every distinct chunk of the cases `indices`; None: of all cases. Raises
         `NotBlendable` if one cannot be stored."""
@@ -185,27 +173,13 @@ class Bench:
             self._full[index] = answer
         return [self._full[index] for index in indices]
 
-    def noise(self, indices: Sequence[int]) -> Noise:
-        """Run full prefill again in other batches. Return the noise floor: smaller differences mean
-        nothing."""
-        full = self.full(indices)
-        self.batch, batch = max(1, self.batch // 2 - 1), self.batch
-        forced = {index: answer.token_ids for index, answer in zip(indices, full, strict=True)}
-        again = dict(self._run(indices[::-1], None, forced))
-        self.batch = batch
-        pairs = [
-            pair
-            for index, answer in zip(indices, full, strict=True)
-            for pair in zip(answer.steps, again[index].top_logprobs, strict=False)
-        ]
-        divergences = [metrics.kl_divergence(*pair) for pair in pairs]
-        agreement = metrics.mean([metrics.same_top(*pair) for pair in pairs])
-        return Noise(metrics.mean(divergences), metrics.percentile(divergences, 0.99), agreement)
-
-    def blend(self, selection: Selection, indices: Sequence[int]) -> list[CaseAnswer]:
-        """Return blended answers to some cases, with distributions along full prefill's answers."""
+    def blend(self, selection: Selection, indices: Sequence[int], is_free: bool = True) -> list[CaseAnswer]:
+        """Return blended answers to some cases, with distributions along full prefill's answers. Unless
+        ``is_free``, the answers are full prefill's own, which takes half of the time."""
         full = dict(zip(indices, self.full(indices), strict=True))
-        self.engine.plan_with(selection)
+        if not is_free:
+            along = {index: answer.token_ids[: len(answer.steps)] for index, answer in full.items()}
+            return [_make_answer(one, one) for _, one in self._run(indices, selection, along)]
         free = dict(self._run(indices, selection, {}))
         # A free answer equals a forced one up to the first different token.
         parted = [index for index in indices if tuple(free[index].token_ids) != full[index].token_ids]
@@ -234,7 +208,9 @@ class Bench:
     ) -> Prompt:
         """Return the request for one case; `selection` None means full prefill."""
         prompt = self.cases[index].prompt
-        params = None if selection is None else KintsugiParams(NAMESPACE, spans=prompt.spans)
+        params = None
+        if selection is not None:
+            params = KintsugiParams(NAMESPACE, spans=prompt.spans, trial=Trial.of(selection))
         length = self.max_tokens if forced is None else len(forced)
         return Prompt(prompt.token_ids, params, length, top_logprobs=TOP_LOGPROBS, forced=forced)
 
@@ -278,50 +254,18 @@ class PromptScore:
     """F1 of the blend and of full prefill; Rouge-L for tasks that are scored by it."""
 
     @property
-    def losses(self) -> PromptLosses:
-        found = {
-            Quantity.KL: min(1.0, metrics.mean(self.divergences)),
-            Quantity.DISAGREEMENT: metrics.mean(self.disagreements),
-        }
-        for quantity, pair in ((Quantity.EXACT_MATCH, self.right), (Quantity.F1, self.f1)):
-            if pair is not None:
-                found[quantity] = pair[1] - pair[0]
-        return PromptLosses(self.cost, found)
+    def deviation(self) -> Deviation:
+        return Deviation.of(self.divergences, self.disagreements)
 
-
-def make_baseline(scores: Sequence[PromptScore]) -> Baseline:
-    """Return the baseline of a configuration, which shadowing compares answers with, from its scores."""
-    return Baseline.of([one.divergences for one in scores], [one.disagreements for one in scores])
-
-
-def summarize(selection: Selection, scores: Sequence[PromptScore]) -> ReportEntry:
-    """Return the entry for a report, without a verdict."""
-    divergences = [value for one in scores for value in one.divergences]
-    agreement = 1 - metrics.mean([value for one in scores for value in one.disagreements])
-    right = [one.right for one in scores if one.right is not None]
-    f1 = [one.f1 for one in scores if one.f1 is not None]
-    return ReportEntry(
-        selection=selection,
-        cost=round(metrics.mean([one.cost for one in scores]), 6),
-        kl_mean=round(metrics.mean(divergences), 6),
-        kl_p99=round(metrics.percentile(divergences, 0.99), 6),
-        top1_agreement=round(agreement, 6),
-        num_prompts=len(scores),
-        num_positions=len(divergences),
-        exact_match=_mean_or_none([blend for blend, _ in right]),
-        exact_match_full=_mean_or_none([full for _, full in right]),
-        f1=_mean_or_none([blend for blend, _ in f1]),
-        f1_full=_mean_or_none([full for _, full in f1]),
-    )
+    def tally(self, chunk_tokens: Sequence[int]) -> Tally:
+        """The evidence of this pair, of a prompt with chunks of these lengths."""
+        wrong = None if self.right is None else round(self.right[1] - self.right[0])
+        return Tally.of(self.deviation, self.cost, chunk_tokens, wrong)
 
 
 def choose_score(question: Question) -> Score:
     """Rouge-L for questions that ask for a summary, F1 for others."""
     return metrics.rouge_l if question.task in ROUGE_DATASETS else metrics.f1
-
-
-def _mean_or_none(values: Sequence[float]) -> float | None:
-    return round(metrics.mean(values), 6) if values else None
 
 
 @dataclass(frozen=True)
@@ -375,9 +319,23 @@ class Scores:
         ]
 
     @property
-    def entry(self) -> ReportEntry:
-        """The entry for a report, without a verdict."""
-        return summarize(self.selection, self.by_prompt)
+    def kl_mean(self) -> float:
+        """Mean KL over all positions, in nats."""
+        return metrics.mean(self._divergences)
+
+    @property
+    def kl_p99(self) -> float:
+        """99th percentile of the KL over all positions, in nats."""
+        return metrics.percentile(self._divergences, 0.99)
+
+    @property
+    def top1_agreement(self) -> float:
+        """Share of positions with the same most likely token."""
+        return 1 - metrics.mean([value for one in self.by_prompt for value in one.disagreements])
+
+    @property
+    def _divergences(self) -> list[float]:
+        return [value for one in self.by_prompt for value in one.divergences]
 
     def of_task(self, task: str) -> Scores:
         """The scores of one task's cases."""
@@ -390,7 +348,10 @@ class Scores:
         )
 
 
-def measure_selection(bench: Bench, selection: Selection, indices: Sequence[int]) -> Scores:
-    """Run some cases with a configuration and compare the answers with those of full prefill."""
-    blend = bench.blend(selection, indices)
+def measure_selection(
+    bench: Bench, selection: Selection, indices: Sequence[int], is_free: bool = True
+) -> Scores:
+    """Run some cases with a configuration and compare the answers with those of full prefill. ``is_free``: as
+    in `Bench.blend`."""
+    blend = bench.blend(selection, indices, is_free)
     return Scores(selection, [bench.cases[index] for index in indices], bench.full(indices), blend)

@@ -1,71 +1,199 @@
-"""Writes and reads calibration reports, in a chunk store or in a file."""
+"""Writes evidence into the report of a store, and reads reports from stores and files."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
-from kintsugi.core.errors import Corrupted, InvalidField, NotFound, VersionMismatch
-from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport
+from kintsugi.core.documents import DOCUMENT_BYTES_MAX, next_date
+from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound, VersionMismatch
+from kintsugi.core.evidence import Quality, Tally
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import (
+    CLOSINGS_EACH,
+    CLOSINGS_MAX,
+    ENTRIES_MAX,
+    LATEST_MAX,
+    Binding,
+    Cell,
+    Closing,
+    Entry,
+    Opening,
+    Part,
+    Report,
+)
 from kintsugi.store.protocol.interface import ChunkStore
 
+logger = logging.getLogger(__name__)
 
-def publish(store: ChunkStore, report: CalibrationReport) -> None:
-    """Publish a new calibration to all engines of its binding. It replaces the current report, even a tripped
-    one: if this clock is behind, `created` is set later than the current report's.
-
-    Raises `InvalidField` if this clock is more than a day ahead of the store's."""
-    current = store.get_report(report.binding.model, report.binding.report_name)
-    moved = report if current is None else report.created_after(current)
-    try:
-        _put(store, moved)
-    except InvalidField:
-        # By the store's clock, the current report is from the future; any other report replaces it.
-        if moved == report:
-            raise
-        _put(store, report)
+EXCHANGE_S = 20.0
+"""Minimum time between two exchanges with the store, unless something opens or closes."""
 
 
-def publish_shipped(store: ChunkStore, report: CalibrationReport) -> bool:
-    """Publish a calibration that was made earlier, unless the store has a report. Return whether it was
-    published. Its date does not change, so that a tripped copy on an unreachable shard supersedes it
-    later."""
-    if store.get_report(report.binding.model, report.binding.report_name) is not None:
-        return False
-    _put(store, report)
-    return True
+def utc_now() -> datetime:
+    return datetime.now(UTC)
 
 
-def _put(store: ChunkStore, report: CalibrationReport) -> None:
-    store.put_report(report.binding.model, report.binding.report_name, report.to_bytes())
+class ReportKeeper:
+    """One writer's access to a report: its own part, and the last known parts of others. Not thread-safe;
+    `exchange` blocks on the store."""
+
+    def __init__(
+        self,
+        store: ChunkStore | None,
+        binding: Binding,
+        versions: str,
+        quality: Quality,
+        now: Callable[[], datetime] = utc_now,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``store`` None: the report stays in memory."""
+        self._store = store
+        self._binding = binding
+        self._quality = quality
+        self._now = now
+        self._clock = clock
+        self._exchanged_s = -float("inf")
+        self._is_changed = False
+        self._seen: dict[str, int] = {}
+        self._part = Part(uuid.uuid4().hex, versions, self._date())
+        self.report = Report(binding, self._date())
+        """The evidence of all writers as last read, with this writer's own."""
+
+    @property
+    def now(self) -> str:
+        """The time: ISO 8601, UTC."""
+        return self._date()
+
+    def _date(self) -> str:
+        return self._now().isoformat(timespec="seconds")
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `exchange` should be called now."""
+        return self._clock() - self._exchanged_s >= EXCHANGE_S
+
+    def record(self, cell: Cell, source: str, selection: Selection, tally: Tally) -> bool:
+        """Add the evidence of a pair. Return whether the configuration passes by it for the first time."""
+        had_passed = selection in self.report.standing(cell, source, self._quality).passed
+        epoch, slot = self.report.epoch(source), self.report.slot(cell, source)
+        entries = list(self._part.entries)
+        for index, entry in enumerate(entries):
+            if (entry.cell, entry.source, entry.epoch, entry.selection) == (cell, source, epoch, selection):
+                entries[index] = dataclasses.replace(entry, slot=slot, tally=entry.tally + tally)
+                break
+        else:
+            if len(entries) == ENTRIES_MAX:
+                return False
+            entries.append(Entry(cell, source, slot, epoch, selection, tally))
+        self._change(entries=tuple(entries))
+        opens = not had_passed and selection in self.report.standing(cell, source, self._quality).passed
+        if opens:
+            opening = Opening(cell, source, selection, self._date())
+            self._change(openings=(*self._part.openings, opening)[-ENTRIES_MAX:])
+        return opens
+
+    def record_served(self, source: str, loss: float, limit: float) -> None:
+        """Add the loss of a served blend, and its trip limit, for the trip tests of other engines."""
+        latest = (*self._part.latest, (source, round(loss, 6), round(limit, 6)))[-LATEST_MAX:]
+        self._change(latest=latest, served=self._part.served + 1)
+
+    def close(self, closing: Closing) -> None:
+        """Turn blending off for what the closing covers, in every engine that reads the report."""
+        if sum(one.source == closing.source for one in self.report.closings) >= CLOSINGS_EACH:
+            return  # it stays closed
+        self._change(closings=(*self._part.closings, closing)[-CLOSINGS_MAX:])
+
+    def _change(self, **fields: object) -> None:
+        self._part = dataclasses.replace(self._part, at=self._date(), **fields)  # type: ignore[arg-type]
+        self.report = self.report.with_part(self._part, self.report.created)
+        self._is_changed = True
+
+    def exchange(self) -> list[tuple[str, float, float]]:
+        """Read the parts of others, and publish this writer's. Return source, loss and trip limit of blends
+        that other engines served and compared since the last call.
+
+        If the store does not answer, nothing changes, and the next call publishes.
+        """
+        self._exchanged_s = self._clock()
+        if self._store is None:
+            return []
+        try:
+            document = self._store.get_report(self._binding.model, self._binding.report_name)
+            found = self._read(document)
+            self._leave_folded(found)
+            self.report = found.with_part(self._part, next_date(self._now(), document))
+            if self._is_changed or self._is_lost(found):
+                self._store.put_report(self._binding.model, self._binding.report_name, self.report.to_bytes())
+                self._is_changed = False
+        except KintsugiError as error:
+            logger.warning("the evidence about blends is not shared now: %s", error)
+            return []
+        return self._take_new()
+
+    def _read(self, document: bytes | None) -> Report:
+        """Return the store's report; an empty one if it cannot be read."""
+        empty = Report(self._binding, "")
+        if document is None:
+            return empty
+        try:
+            found = Report.from_bytes(document)
+        except (Corrupted, VersionMismatch) as error:
+            logger.warning("the report is replaced: %s", error)
+            return empty
+        return found if found.binding == self._binding else empty
+
+    def _leave_folded(self, found: Report) -> None:
+        """Go on as another writer if this writer's part was added to another one. Pairs that were not
+        published before are lost; closings are not."""
+        if any(self._part.writer in part.folded for part in found.parts):
+            new = tuple(one for one in self._part.closings if one not in found.closings)
+            self._part = Part(uuid.uuid4().hex, self._part.versions, self._date(), closings=new)
+
+    def _is_lost(self, found: Report) -> bool:
+        """Whether the store's report lacks what this writer published, because another writer has replaced
+        the report at the same time."""
+        return bool(self._part.entries or self._part.closings) and self._part not in found.parts
+
+    def _take_new(self) -> list[tuple[str, float, float]]:
+        new: list[tuple[str, float, float]] = []
+        for part in self.report.parts:
+            count = min(part.served - self._seen.get(part.writer, part.served), len(part.latest))
+            if part.writer != self._part.writer and count > 0:
+                new += part.latest[-count:]
+            self._seen[part.writer] = part.served
+        return new
 
 
-def fetch_report(store: ChunkStore, binding: Binding) -> CalibrationReport | None:
-    """Fetch the report that engines of this binding use; None if it does not exist or cannot be read."""
+def fetch_report(store: ChunkStore, binding: Binding) -> Report | None:
+    """Fetch the report of a binding; None if it does not exist or cannot be read."""
     document = store.get_report(binding.model, binding.report_name)
     if document is None:
         return None
     try:
-        return CalibrationReport.from_bytes(document)
+        return Report.from_bytes(document)
     except (Corrupted, VersionMismatch):
         return None
 
 
-def trip(store: ChunkStore, report: CalibrationReport, reason: str, at: str) -> bool:
-    """Turn blending off for every engine that uses the report, until the next calibration.
-
-    Only this report is tripped: a newer calibration in the store stays as it is. Return whether blending is
-    off now.
-    """
-    current = fetch_report(store, report.binding)
-    if current is None or current.tripped is None:
-        _put(store, report.as_tripped(reason, at))
-        current = fetch_report(store, report.binding)
-    return current is None or current.tripped is not None
+def publish(store: ChunkStore, report: Report) -> None:
+    """Add the parts of a report, as from a file, to the report in the store."""
+    name = report.binding.report_name
+    document = store.get_report(report.binding.model, name)
+    current = fetch_report(store, report.binding) or Report(report.binding, "", ladder=report.ladder)
+    for part in report.parts:
+        current = current.with_part(part, next_date(utc_now(), document))
+    store.put_report(report.binding.model, name, current.to_bytes())
 
 
-def write(path: Path, report: CalibrationReport) -> None:
+def write(path: Path, report: Report) -> None:
     """Write the report to a file, atomically, because an engine may poll the file."""
     if not path.parent.is_dir():
         raise InvalidField("out", f"{path.parent} is not a folder; create it first")
@@ -76,9 +204,9 @@ def write(path: Path, report: CalibrationReport) -> None:
     Path(draft).replace(path)
 
 
-def read(path: Path) -> CalibrationReport:
+def read(path: Path) -> Report:
     """Read a report from a file. Raises `NotFound`, `Corrupted` and `VersionMismatch`."""
     if not path.is_file():
         raise NotFound(f"{path} is not a file; create it with kintsugi calibrate --out {path}")
     with path.open("rb") as file:
-        return CalibrationReport.from_bytes(file.read(REPORT_BYTES_MAX + 1))
+        return Report.from_bytes(file.read(DOCUMENT_BYTES_MAX + 1))

@@ -1,4 +1,4 @@
-"""Samples requests for shadowing: a share of them, a minimum per minute, evenly among tenants. Pure.
+"""Samples blended requests to measure: a share of them, a minimum per minute, evenly among tenants. Pure.
 
 A share alone samples very little of light traffic: half a percent of one request a minute is seven a day. So
 the share grows until `per_minute` requests are sampled per minute, up to all requests.
@@ -20,8 +20,8 @@ WINDOW_S = 600.0
 
 
 def is_sampled(request_id: str, probability: float) -> bool:
-    """Whether to shadow the request. A hash of its id decides, so every run makes the same decision."""
-    digest = blake3.blake3(b"kintsugi-shadow\0" + request_id.encode()).digest()[:8]
+    """Whether to measure the request. A hash of its id decides, so every run makes the same decision."""
+    digest = blake3.blake3(b"kintsugi-measured\0" + request_id.encode()).digest()[:8]
     return int.from_bytes(digest, "little") < probability * (1 << 64)
 
 

@@ -80,7 +80,7 @@ def start_measuring_engine(spec: MeasuringEngineSpec) -> Iterator[LocalEngine]:
     blended; prefix caching is off, so every method starts from the first token."""
     extra: dict[str, object] = {
         "store": spec.store or f"ram://quality-{uuid.uuid4().hex[:8]}",
-        "allow_uncalibrated": True,
+        "quality": "off",
         "loading_controller": False,
         "codec": spec.codec,
         "lookup_deadline_ms": PATIENCE_MS,

@@ -74,7 +74,7 @@ Given = ParamSpec("Given")
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keywords of `generate` and `stream`. The defaults are the engine's calibrated ones."""
+    """Keywords of `generate` and `stream`. By default the engine chooses how to blend."""
 
     max_tokens: int
     """Maximum length of the answer, in tokens."""

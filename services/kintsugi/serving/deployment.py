@@ -67,13 +67,13 @@ class DeploymentProgress:
         return self.status == "HEALTHY" and self.running >= self.wanted
 
 
-def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
+def start_ray(spec: ServiceSpec) -> None:
     """Start Ray on this machine, on loopback alone, with room for every replica that `spec` may want.
 
     Ray's CPUs are logical: on a machine with fewer cores, replicas share the cores. Raises `Unavailable`.
     """
     engines, store, gateway = spec.engines, spec.store, spec.gateway
-    cpus = (engines.most + calibrators) * engines.cpus
+    cpus = engines.most * engines.cpus
     cpus += (store.expert.shards_max or store.shards) * SHARD_CPUS + gateway.replicas * GATEWAY_CPUS
     for name, value in SERVE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

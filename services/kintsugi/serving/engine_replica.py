@@ -25,10 +25,9 @@ from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, launch
 from kintsugi.engine.prefetch import FileKeeper, files_in_use
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.logs import write_json_lines
-from kintsugi.serving.calibration import publish_shipped
 from kintsugi.serving.directory import reachable
+from kintsugi.serving.learning import Learning, make_learning, publish_shipped
 from kintsugi.serving.replica_ports import keep_replica_on_loopback
-from kintsugi.serving.shadowing import Shadowing, make_shadowing
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ def collector_off() -> Iterator[None]:
 class EngineReplica(AsyncEngine):
     """A replica: an engine that Serve starts and closes, and that `serving.ray_backend` calls."""
 
-    _shadowing: Shadowing | None = None
+    _learning: Learning | None = None
     _keeper: FileKeeper | None = None
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -78,7 +77,7 @@ class EngineReplica(AsyncEngine):
             try:
                 publish_shipped(served, url, binding, STORE_PATIENCE_S)
             except KintsugiError:
-                log.exception("the calibration report beside %s was not published", served.path)
+                log.exception("the report beside %s was not published", served.path)
 
         spec = AsyncSpec.of(served, config, url)
         with collector_off():
@@ -86,7 +85,7 @@ class EngineReplica(AsyncEngine):
             await self.warm_up()
         self.when_ended(end_with_core)
         self._keeper = FileKeeper(files_in_use(spec.model))
-        self._shadowing = make_shadowing(config, self, REGISTRY)
+        self._learning = make_learning(self, REGISTRY)
         self._host = ray.util.get_node_ip_address()
         port = free_port(host, ENGINE_METRICS_PORT, METRICS_PORTS)
         self.serve_metrics(host, port)
@@ -114,8 +113,8 @@ class EngineReplica(AsyncEngine):
         }
 
     async def close(self) -> None:
-        if self._shadowing is not None:
-            await self._shadowing.close()
+        if self._learning is not None:
+            await self._learning.close()
         if self._keeper is not None:
             self._keeper.close()
         await super().close()

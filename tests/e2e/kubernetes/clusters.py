@@ -203,13 +203,6 @@ class Team:
         path = RAY_SERVICE.path(self.namespace, ray_service, "status")
         self.kube.request("PATCH", path, {"status": {"conditions": [ready]}}, MERGE)
 
-    def has_ended(self, ray_job: str, status: str = "SUCCEEDED") -> None:
-        """As KubeRay says that a RayJob has ended."""
-        deployment = "Complete" if status == "SUCCEEDED" else "Failed"
-        path = RAY_JOB.path(self.namespace, ray_job, "status")
-        body = {"status": {"jobStatus": status, "jobDeploymentStatus": deployment}}
-        self.kube.request("PATCH", path, body, MERGE)
-
     def selected(self) -> str:
         """The revision that requests go to."""
         service = self.wait_for(Resource("Service", "services"), "acme-grpc")

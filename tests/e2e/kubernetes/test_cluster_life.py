@@ -12,7 +12,6 @@ from kintsugi_operator.controller.cluster import (
     DEPLOYMENT,
     LEASE,
     POLICY,
-    RAY_JOB,
     RAY_SERVICE,
 )
 from kintsugi_operator.objects.names import ANNOTATION_DIGEST, FIELD_MANAGER, FINALIZER
@@ -129,15 +128,6 @@ def test_two_operators_do_not_fight(team: Team, elsewhere: str, operator: Operat
         )
     finally:
         wide.stop()
-
-
-def test_a_calibration_that_is_done_does_not_run_again(team: Team, operator: Operator) -> None:
-    serving(team)
-    (job,) = team.kube.list(RAY_JOB, team.namespace)
-    team.kube.delete(RAY_JOB, team.namespace, job["metadata"]["name"])
-    at_rest(team, operator)
-    assert team.kube.list(RAY_JOB, team.namespace) == []
-    assert team.condition("Calibrated")["status"] == "True"
 
 
 def test_policies_that_are_applied_again_keep_their_generation(team: Team, operator: Operator) -> None:

@@ -93,7 +93,7 @@ def service(engine_slot: EngineSlot, tmp_path_factory: pytest.TempPathFactory) -
                 # The namespace of clients that name none.
                 "privacy": {"default": {"discover": True}},
                 "engines": {
-                    "allow_uncalibrated": True,
+                    "quality": "off",
                     # A model this small is prefilled faster than anything is loaded: blend it all the same.
                     "expert": {"loading_controller": False, "load_deadline_ms": 60_000},
                     # As `no_blanks`, for answers that are JSON but no tool calls.

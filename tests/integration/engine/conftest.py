@@ -32,7 +32,7 @@ VOCAB = 1000
 READY_S = 60.0
 """Longest time until an engine that has started discovers."""
 
-UNCALIBRATED = {"allow_uncalibrated": True, "loading_controller": False}
+UNCALIBRATED = {"quality": "off", "loading_controller": False}
 """Random weights have no quality to calibrate, and tiny models nothing to gain: blend what is asked for."""
 
 PATIENT = {"lookup_deadline_ms": 60_000, "layer_deadline_ms": 60_000}

@@ -96,8 +96,8 @@ def test_a_prepared_chunk_is_what_follows_prefix_and_context(space: ChunkSpace) 
 
 def test_a_report_about_this_engine_is_bound_to_the_context(engine: LocalEngine) -> None:
     mine = engine.binding
-    bound = Binding.of(mine.model, PREFIX, mine.codec, mine.vllm, mine.kintsugi, CONTEXT)
-    assert mine == bound != Binding.of(mine.model, PREFIX, mine.codec, mine.vllm, mine.kintsugi)
+    bound = Binding.of(mine.model, PREFIX, mine.codec, CONTEXT)
+    assert mine == bound != Binding.of(mine.model, PREFIX, mine.codec)
 
 
 def test_full_ratio_is_full_prefill(engine: LocalEngine, space: ChunkSpace) -> None:

@@ -32,7 +32,7 @@ UNNAMED = "found"
 
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> LocalEngine:
-    config = {"store": f"ram://{STORE}", "discovery_namespace": UNNAMED}
+    config: dict[str, object] = {"store": f"ram://{STORE}", "discovery_namespace": UNNAMED}
     return when_discovering(engine_slot.get("tiny-llama", config))
 
 

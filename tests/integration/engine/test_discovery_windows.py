@@ -26,7 +26,7 @@ CONTEXT = random_tokens(40, 50)
 
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> LocalEngine:
-    config = {"store": f"ram://{STORE}", "context_token_ids": CONTEXT}
+    config: dict[str, object] = {"store": f"ram://{STORE}", "context_token_ids": CONTEXT}
     return when_discovering(engine_slot.get("tiny-gemma3", config))
 
 

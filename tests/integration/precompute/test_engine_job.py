@@ -41,7 +41,7 @@ def test_requests_hit_every_chunk_of_the_corpus(
         "prefix_token_ids": list(space.prefix_token_ids),
         "context_token_ids": context,
         "lookup_deadline_ms": 60_000,
-        "allow_uncalibrated": True,
+        "quality": "off",
     }
     with LocalEngine.start(spec.model, extra_config=config, dtype="bfloat16", **ENGINE) as engine:
         for piece in list_source(spec.source).pieces:

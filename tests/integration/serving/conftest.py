@@ -89,7 +89,7 @@ def deployed(running_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     spec = ServiceSpec(
         ModelSpec(str(make_checkpoint_once(MODEL)), MODEL),
         EngineSpec(
-            allow_uncalibrated=True,
+            quality="off",
             vllm={"kv_cache_memory_bytes": 1 << 28},
             expert=EngineExpert(loading_controller=False, load_deadline_ms=60_000),
         ),

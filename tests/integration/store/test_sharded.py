@@ -313,18 +313,8 @@ def read_with_a_stale_first_shard(
     return after.get_report(FINGERPRINT, "gate"), returned.shard
 
 
-def test_a_shard_that_missed_a_trip_does_not_undo_it(stack: ExitStack) -> None:
-    report = make_report("2026-01-01T00:00:00+00:00")
-    tripped = report.as_tripped("KL", "2026-01-02T00:00:00+00:00").to_bytes()
-    found, returned = read_with_a_stale_first_shard(stack, report.to_bytes(), tripped)
-    assert found == tripped
-    assert returned.reports.get(FINGERPRINT, "gate") == tripped
-
-
-@pytest.mark.parametrize("tripped", [False, True])
-def test_a_shard_that_missed_a_calibration_is_given_it(stack: ExitStack, tripped: bool) -> None:
+def test_a_shard_that_missed_evidence_is_given_it(stack: ExitStack) -> None:
     older = make_report("2026-01-01T00:00:00+00:00")
-    older = older.as_tripped("KL", "2026-01-02T00:00:00+00:00") if tripped else older
     newer = make_report("2026-01-03T00:00:00+00:00").to_bytes()
     found, returned = read_with_a_stale_first_shard(stack, older.to_bytes(), newer)
     assert found == newer

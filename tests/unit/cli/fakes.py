@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +70,6 @@ class FakeEngine:
         self.declined_because = declined_because
         self.prompts: list[Prompt] = []
         self.resets = 0
-        self.limits_lifted = 0
         self.dtype = ""
         """What it was started with last."""
 
@@ -84,11 +81,6 @@ class FakeEngine:
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
-
-    @contextmanager
-    def unlimited(self) -> Iterator[None]:
-        self.limits_lifted += 1
-        yield
 
     def save(self, prefix: object, chunks: list[object], namespace: str) -> list[Generation]:
         outcome = {"outcome": "saved"}
@@ -108,7 +100,7 @@ class FakeEngine:
         if self.declined_because is not None:
             declined = {"outcome": "declined", "reason": self.declined_because, "cost": 1.0}
             return generation([1, 2, 3, 4], 1.0, declined)
-        if params.ratio == 0.0:
+        if params.trial is not None and params.trial.ratio == 0.0:
             return generation([8, 8, 8, 8], 0.05, {**explained_accounting(0.0), "cost": 0.01})
         accounting = explained_accounting()
         if not params.explain:

@@ -21,8 +21,8 @@ from kintsugi.cli.session import Asked, Session, build_prompt
 from kintsugi.core import errors
 from kintsugi.engine.config import SELF_TEST_CHECKS
 from kintsugi.models.prompt_form import PromptForm
+from tests.fakes.reports import open_report
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
-from tests.unit.core.test_report import entry, report
 
 RUNNER = CliRunner()
 
@@ -149,29 +149,30 @@ def test_generate_trusts_a_report_or_nobody_unless_told(
     monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path
 ) -> None:
     configs = use_engine(monkeypatch, FakeEngine())
-    (tmp_path / "r.json").write_bytes(report(entry()).to_bytes())
+    path = tmp_path / "r.json"
+    path.write_bytes(open_report().to_bytes())
     plain = RUNNER.invoke(app, generate_arguments(chunk))
-    told = RUNNER.invoke(app, generate_arguments(chunk, "--allow-uncalibrated"))
-    RUNNER.invoke(app, generate_arguments(chunk, "--report", str(tmp_path / "r.json")))
+    untested = RUNNER.invoke(app, generate_arguments(chunk, "--quality", "off"))
+    RUNNER.invoke(app, generate_arguments(chunk, "--quality", "strict", "--report", str(path)))
     assert configs == [
-        {},
-        {"allow_uncalibrated": True},
-        {"report": str(tmp_path / "r.json")},
+        {"quality": "balanced"},
+        {"quality": "off"},
+        {"quality": "strict", "report": str(path)},
     ]
-    assert "without a calibration report" in " ".join(told.stderr.split())
-    assert "without a calibration report" not in " ".join(plain.stderr.split())
+    assert "Blended without a test (--quality off)" in " ".join(untested.stderr.split())
+    assert "without a test" not in " ".join(plain.stderr.split())
 
 
 @pytest.mark.parametrize(
     ("kept", "code", "word"),
-    [(0, ExitCode.BAD_INPUT, "is not a file"), (300, ExitCode.CORRUPTED, "calibrate again")],
+    [(0, ExitCode.BAD_INPUT, "is not a file"), (300, ExitCode.CORRUPTED, "the document is not JSON")],
 )
 def test_a_report_that_cannot_be_read_starts_no_engine(
     monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path, kept: int, code: ExitCode, word: str
 ) -> None:
     configs = use_engine(monkeypatch, FakeEngine())
     if kept:
-        (tmp_path / "r.json").write_bytes(report(entry()).to_bytes()[:kept])
+        (tmp_path / "r.json").write_bytes(open_report().to_bytes()[:kept])
     result = RUNNER.invoke(app, generate_arguments(chunk, "--report", str(tmp_path / "r.json")))
     assert result.exit_code == code
     assert word in " ".join(result.stderr.split())

@@ -58,7 +58,8 @@ def test_the_demo_asks_the_reference_model_what_was_asked_before(engine: FakeEng
     }
     assert document["calibrated"] is False
     assert engine.dtype == document["dtype"] == "float32", "in bfloat16 answers differ from CPU to CPU"
-    assert engine.limits_lifted == 2 * (1 + 3), "for full KV reuse alone: to warm up, and in three rounds"
+    trials = [prompt.params.trial for prompt in engine.prompts if prompt.params and prompt.params.trial]
+    assert [one.ratio for one in trials] == [0.0] * 2 * (1 + 3), "full KV reuse: to warm up, and three rounds"
     blends = [prompt.params for prompt in engine.prompts if prompt.params and prompt.params.ratio]
     assert {(params.selector, params.ratio) for params in blends} == {(SelectorName.QUERY, demo.BLEND.ratio)}
 
@@ -119,7 +120,7 @@ def test_open_serves_the_model_and_opens_the_console(
     (spec,) = served
     assert spec.model.path == REFERENCE.name
     assert spec.engines.vllm["dtype"] == "float32", "the console answers as the demo did"
-    assert spec.engines.allow_uncalibrated
+    assert spec.engines.quality == "off"
     assert spec.engines.expert.loading_controller is False
     assert spec.gateway.host == "127.0.0.1"
     assert opened == ["http://127.0.0.1:8000/console"]

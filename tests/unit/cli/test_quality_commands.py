@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -20,15 +18,16 @@ from kintsugi.cli.commands import calibrate, evaluate
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
-from kintsugi.core.plan import Selection
+from kintsugi.core.evidence import Quality
 from kintsugi.core.prompt import FormName
+from kintsugi.core.report import FILE, LADDER
+from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
-from kintsugi.quality.contexts import ContextProber
 from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind
-from tests.unit.core.test_report import BINDING
+from tests.fakes.reports import BINDING, VERSIONS
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer
 
 RUNNER = CliRunner()
@@ -40,6 +39,7 @@ class RunningEngine(FakeEngine):
     prefix_token_ids = (0,)
     num_layers = 8
     binding = BINDING
+    versions = VERSIONS
     spec: MeasuringEngineSpec | None = None
     """As it was started."""
 
@@ -47,9 +47,10 @@ class RunningEngine(FakeEngine):
         super().__init__()
         self.tried: set[str] = set()
 
-    def plan_with(self, selection: Selection) -> None:
-        super().plan_with(selection)
-        self.tried.add(selection.selector)
+    def _answer(self, prompt: Prompt) -> Generation:
+        if prompt.params is not None and prompt.params.trial is not None:
+            self.tried.add(prompt.params.trial.selector)
+        return super()._answer(prompt)
 
     def generate(self, prompts: Any, arrivals_s: list[float] | None = None) -> Any:
         """One word, unless the answer is forced."""
@@ -92,9 +93,8 @@ def test_questions_are_cut_into_segments(
     for options, in_segments in (([], False), (["--segments"], True)):
         result = RUNNER.invoke(app, [*arguments, *options])
         assert result.exit_code == ExitCode.OK, result.stderr
-        report = reports.read(out)
-        assert report.questions.endswith(", in segments") is in_segments
-        assert (report.domain.chunks.low > 2) is in_segments
+        (cell,) = reports.read(out).cells
+        assert (cell.kind == "discovered") is in_segments
     write_questions(path, ["too few words"])
     result = RUNNER.invoke(app, [*arguments, "--segments"])
     assert result.exit_code == ExitCode.BAD_INPUT
@@ -125,32 +125,39 @@ def test_a_report_is_written_and_shown(
     result = calibrated(tmp_path)
     assert result.exit_code == ExitCode.OK, result.stderr
     report = reports.read(tmp_path / "report.json")
-    assert report.choice.selection is not None
-    assert report.choice.selection.ratio == 0.15
+    (cell,) = report.cells
+    assert report.standing(cell, FILE, Quality.BALANCED).passed == LADDER[:3]
     for shown in (
-        "default: ",
-        "holds for prompts of",
-        "✓",
-        "✓",
-        "confirmed on other questions",
+        "prompts of 1 to 512 tokens with declared chunks, codec raw",
+        "✓ query r=0.75 @1",
+        "passes: query r=0.2 @1",
+        "does not pass: query r=0.1 @1",
+        "a mean below 0.125 passes (balanced)",
     ):
         assert shown in " ".join(result.stdout.split())
     assert max(map(len, result.stdout.splitlines())) <= 80
     document = json.loads(calibrated(tmp_path, "--json").stdout)
-    assert document["digest"]
-    assert document["choice"]["selection"]["ratio"] == 0.15
-    assert "in the form 'plain'" in " ".join(result.stdout.split())
-    assert document["domain"]["form"] == "plain"
-    assert document["search"]["candidates"] > document["search"]["confirmed"] > 0
+    assert document["binding"]["codec"] == "raw"
+    (found,) = document["cells"]
+    assert found["passed"] == ["query r=0.75 @1", "query r=0.4 @1", "query r=0.2 @1"]
+    assert [row["passed"] for row in found["configurations"]] == [True, True, True, False]
+    assert [row["answers_lost"] for row in found["configurations"]] == [0.0, 0.0, 0.0, 1.0]
+    assert (found["is_over"], found["pairs_missing"]) == (True, None)
 
 
 def test_what_stays_undecided_is_shown_with_what_it_takes(engine: RunningEngine, tmp_path: Path) -> None:
-    result = calibrated(tmp_path, count=120)
+    result = calibrated(tmp_path, count=48)
     assert result.exit_code == ExitCode.NOT_BLENDABLE
     text = " ".join(result.stdout.split())
-    assert "undecided: " in text
-    assert "more questions like these; the first of them in about" in text
-    assert "even a blend without any loss needs" in " ".join(result.stderr.split())
+    assert "undecided: query r=0.75 @1: 48 of about " in text
+    assert reports.read(tmp_path / "report.json").cells, "the evidence is kept"
+
+
+def test_strict_is_not_passed_by_what_passes_balanced(engine: RunningEngine, tmp_path: Path) -> None:
+    assert calibrated(tmp_path, count=200).exit_code == ExitCode.OK
+    strict = calibrated(tmp_path, "--quality", "strict", count=200)
+    assert strict.exit_code == ExitCode.NOT_BLENDABLE
+    assert "a mean below 0.042 passes (strict)" in " ".join(strict.stdout.split())
 
 
 def test_an_engine_is_measured_as_it_will_serve(engine: RunningEngine, tmp_path: Path) -> None:
@@ -169,8 +176,10 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
     engine.right_from = lambda selection, index: False
     result = calibrated(tmp_path)
     assert result.exit_code == ExitCode.NOT_BLENDABLE
-    assert "not blendable" in result.stdout
-    assert reports.read(tmp_path / "report.json").choice.selection is None
+    assert "does not pass: query r=0.75 @1: " in " ".join(result.stdout.split())
+    assert "too much to pass" in " ".join(result.stdout.split())
+    report = reports.read(tmp_path / "report.json")
+    assert not report.standing(report.cells[0], FILE, Quality.BALANCED).passed
 
 
 @pytest.mark.parametrize(
@@ -180,6 +189,8 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
         ({"answer": "never"}, (), "rarely right"),
         ({}, ("--store", "ram://here"), "exists only in this process"),
         ({}, ("--engine", "{"), "engine: is not JSON"),
+        ({}, ("--quality", "off"), "off tests nothing; name balanced or strict"),
+        ({}, ("--minutes", "0"), "minutes: 0 must be above 0"),
     ],
 )
 def test_bad_input_is_code_2_and_says_what_to_change(
@@ -231,96 +242,6 @@ def test_a_context_reaches_the_engine_that_is_measured(
     out = ["--out", str(tmp_path / "report.json")] if command == "calibrate" else []
     RUNNER.invoke(app, [*arguments, *out])
     assert [spec.context_token_ids for spec in seen] == [tokenize_context("bundled", model)]
-
-
-@pytest.fixture
-def behind_contexts(monkeypatch: pytest.MonkeyPatch, engine: RunningEngine) -> list[int]:
-    """Starts one engine for each context: the longer the context, the better its blends. The number of
-    context tokens of each engine that was started, in order."""
-    started: list[int] = []
-
-    @contextmanager
-    def start(spec: MeasuringEngineSpec) -> Iterator[RunningEngine]:
-        started.append(len(spec.context_token_ids))
-        one = RunningEngine()
-        one.binding = replace(BINDING, context="c" * started[-1])
-        enough = {0: 0.3, 2: 0.15, 9: 0.0}[started[-1]]
-        one.right_from = lambda selection, index: selection.ratio >= enough
-        yield one
-
-    monkeypatch.setattr(calibrate, "start_measuring_engine", start)
-    return started
-
-
-def contexts_of(folder: Path, *tokens: int) -> list[str]:
-    """Options that name a file for each number of tokens; 0 is none."""
-    found = []
-    for count in tokens:
-        path = folder / f"{count}.txt"
-        path.write_text("word " * count)
-        found += ["--context", str(path) if count else "none"]
-    return found
-
-
-def test_the_best_of_several_contexts_is_calibrated_with_and_shown(
-    behind_contexts: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    contexts = contexts_of(tmp_path, 0, 9, 2)
-    result = calibrated(tmp_path, *contexts)
-    assert result.exit_code == ExitCode.OK, result.stderr
-    assert behind_contexts == [0, 9, 2, 9], "each is tried, then the best one is measured"
-    report = reports.read(tmp_path / "report.json")
-    assert report.binding.context == "c" * 9
-    assert result.stdout.splitlines()[-1] == f"model.expert.context: {tmp_path / '9.txt'}"
-    shown = " ".join(result.stdout.split())
-    assert "its KL is lower than behind none by" in shown
-    assert "Trying the context none" in capfd.readouterr().err
-    document = json.loads(calibrated(tmp_path, *contexts, "--json").stdout)
-    assert document["binding"]["context"] == "c" * 9
-    assert document["context"]["context"] == str(tmp_path / "9.txt")
-    assert document["context"]["num_prompts"] == 32
-    none, best, _ = document["context"]["tried"]
-    assert none["gain"] is None
-    assert best["gain"]["low"] > 0
-
-
-def test_one_context_is_not_probed(behind_contexts: list[int], tmp_path: Path) -> None:
-    result = calibrated(tmp_path, *contexts_of(tmp_path, 9), "--json")
-    assert behind_contexts == [9]
-    assert "context" not in json.loads(result.stdout)
-    assert "model.expert.context" not in calibrated(tmp_path, *contexts_of(tmp_path, 9)).stdout
-
-
-def test_minutes_that_choosing_used_up_are_said(
-    behind_contexts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticks = itertools.count()
-    prober = functools.partial(ContextProber, clock_s=lambda: 60.0 * next(ticks))
-    monkeypatch.setattr(calibrate, "ContextProber", prober)
-    result = calibrated(tmp_path, *contexts_of(tmp_path, 0, 9), "--minutes", "2")
-    assert result.exit_code == ExitCode.BAD_INPUT
-    said = " ".join(result.stderr.split())
-    assert "of 2 minutes and chose " in said
-    assert "allow more, or calibrate with --context " in said
-    assert not (tmp_path / "report.json").exists()
-
-
-@pytest.mark.usefixtures("no_engine", "engine")
-@pytest.mark.parametrize(
-    ("contexts", "code", "word"),
-    [
-        (("none", "none"), ExitCode.BAD_INPUT, "none is the same context as none"),
-        (("none", "absent.txt"), ExitCode.BAD_INPUT, "absent.txt is not a file"),
-        (("none", __file__, __file__), ExitCode.BAD_INPUT, "name each context once"),
-    ],
-)
-def test_contexts_that_cannot_be_compared_are_refused_before_an_engine_is_started(
-    tmp_path: Path, contexts: tuple[str, ...], code: ExitCode, word: str
-) -> None:
-    options = [part for context in contexts for part in ("--context", context)]
-    result = calibrated(tmp_path, *options)
-    assert result.exit_code == code, result.stderr
-    assert word in " ".join(result.stderr.split())
 
 
 @pytest.mark.usefixtures("no_engine")

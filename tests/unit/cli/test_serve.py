@@ -7,7 +7,6 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -26,7 +25,6 @@ from kintsugi.cli.main import app
 from kintsugi.cli.options import ServeTask, read_yaml
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
-    EngineSpec,
     GatewaySpec,
     GatewaySpecExpert,
     ModelSpec,
@@ -39,11 +37,11 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
+from kintsugi.core.gate import Progress
 from kintsugi.core.namespaces import NamespacePrivacy, PrivacyExpert
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.serving import deployment as service_module
-from kintsugi.serving.calibration import Calibrated
 from kintsugi.serving.deployment import DeploymentProgress, Service
 from kintsugi.store.protocol.access import Caller, TokenFile, Verb
 
@@ -302,17 +300,16 @@ def test_what_is_missing_is_said_while_it_starts() -> None:
 
 
 class StubService:
-    """Says what a test makes it say; calibration is needless by its spec."""
+    """Says what a test makes it say; None: no engine answers."""
 
     def __init__(self) -> None:
-        self.spec = ServiceSpec(ModelSpec("m"), EngineSpec(allow_uncalibrated=True))
-        self.blending: str | None = "not_calibrated: no report"
+        self.evidence: Progress | None = Progress("learning", "3 of about 40 prompts were measured", pairs=3)
         self.running = 1
 
     def info(self) -> EngineInfo:
-        if self.blending is None:
+        if self.evidence is None:
             raise Unavailable("no engine answers; Serve starts it again")
-        return EngineInfo("m", "00", (), True, 100, self.blending)
+        return EngineInfo("m", "00", (), True, 100, "on", progress=self.evidence)
 
     def progress(self) -> list[DeploymentProgress]:
         return [DeploymentProgress("Engine", self.running, 1, "HEALTHY" if self.running else "UPDATING")]
@@ -320,66 +317,6 @@ class StubService:
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("blending", "starts"),
-    [
-        ("not_calibrated: no report", True),
-        ("calibration_outdated: format 1", True),
-        ("calibration_failed: none passes", False),
-        ("on", False),
-    ],
-)
-def test_a_missing_or_outdated_report_starts_a_calibration(
-    monkeypatch: pytest.MonkeyPatch, blending: str, starts: bool
-) -> None:
-    service = StubService()
-    service.spec = ServiceSpec(ModelSpec("m"), EngineSpec())
-    service.blending = blending
-    watch = ServiceMonitor(service, Screen(as_json=True), clock=lambda: 10.0)  # type: ignore[arg-type]
-    started: list[bool] = []
-    monkeypatch.setattr(watch, "_start_calibration", lambda: started.append(True))
-    watch._check_blending(service.info())
-    assert started == [True] * starts
-
-
-@pytest.mark.parametrize("discover", [True, False])
-def test_where_chunks_are_discovered_the_calibration_is_about_segments(
-    monkeypatch: pytest.MonkeyPatch, discover: bool
-) -> None:
-    service, segments = StubService(), []
-    service.spec = ServiceSpec(
-        ModelSpec("m"), EngineSpec(), privacy={"default": NamespacePrivacy(discover=discover)}
-    )
-
-    def start(model: ModelSpec, engines: EngineSpec, store_url: str, about_segments: bool) -> MagicMock:
-        segments.append(about_segments)
-        return MagicMock()
-
-    monkeypatch.setattr(command, "start_calibrator", start)
-    watch = ServiceMonitor(service, Screen(as_json=True), clock=lambda: 10.0)  # type: ignore[arg-type]
-    watch._check_blending(service.info())
-    assert segments == [discover]
-
-
-def test_a_calibration_says_once_what_it_does_and_how_it_ended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "start_calibrator", lambda *_: MagicMock())
-    monkeypatch.setattr("ray.kill", lambda actor: None)
-    service = StubService()
-    service.spec = ServiceSpec(ModelSpec("m"), EngineSpec())
-    watch = ServiceMonitor(service, Screen(as_json=True), clock=lambda: 10.0)  # type: ignore[arg-type]
-    watch._check_blending(service.info())
-    watch._report_part("hkvd at 0.15")
-    watch._report_part("hkvd at 0.15")
-    watch._finish_calibration(Calibrated(None, "none passes"))
-    assert said(capsys) == [
-        {"event": "calibration", "state": "started"},
-        {"event": "calibration", "state": "running", "part": "hkvd at 0.15"},
-        {"event": "calibration", "state": "done", "choice": None, "why": "none passes"},
-    ]
 
 
 def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,10 +330,16 @@ def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
         return said(capsys)
 
     assert look() == []
-    service.blending = "on"
-    assert look() == [{"event": "blending", "blending": "on"}]
+    service.evidence = Progress("learning", "9 of about 40 prompts were measured", pairs=9)
+    assert look() == [], "ten more prompts are worth a line"
+    service.evidence = Progress("learning", "13 of about 40 prompts were measured", pairs=13)
+    (line,) = look()
+    assert (line["event"], line["state"], line["pairs"]) == ("blending", "learning", 13)
+    service.evidence = opened = Progress("open", "at 75% of a full prefill's work", pairs=38, cost=0.75)
+    (line,) = look()
+    assert (line["state"], line["cost"], line["detail"]) == ("open", 0.75, opened.detail)
     assert look() == []
-    service.running, service.blending = 0, None
+    service.running, service.evidence = 0, None
     events = look()
     assert [event["event"] for event in events] == ["replicas", "engine"]
     assert events[0] == {
@@ -406,5 +349,5 @@ def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
         "wanted": 1,
         "status": "UPDATING",
     }
-    service.running, service.blending = 1, "on"
+    service.running, service.evidence = 1, opened
     assert [event["event"] for event in look()] == ["replicas"]

@@ -32,7 +32,7 @@ from kintsugi.cli.service_facts import (
 from kintsugi.core.errors import InvalidField
 
 RUNNER = CliRunner()
-ENGINES = EngineFacts(None, "small", 4096, "chat", "on", "0.1.0", "0.32.0")
+ENGINES = EngineFacts(None, "small", 4096, "chat", "on", version="0.1.0", vllm="0.32.0")
 STORE = StoreFacts(None, shards=2, chunks=120, bytes_used=1 << 30, bytes_capacity=4 << 30)
 HEALTHY = ServiceFacts(
     "http://127.0.0.1:8000",
@@ -69,8 +69,8 @@ def test_whatever_keeps_a_gateway_from_answering_there_is_something_to_do(contac
 @pytest.mark.parametrize(
     ("blending", "word"),
     [
-        ("not_calibrated: no calibration report for this model", "kintsugi calibrate"),
-        ("drift: KL rose", "drifted"),
+        ("learning: 3 of about 40 prompts were measured", "kintsugi calibrate"),
+        ("closed: prompts of 1 to 512 tokens: 3 of about 40", "were found wrong"),
         ("weights_changed: since then", "restart the engines"),
         ("sliding_window: layer 3", "kintsugi doctor --model"),
     ],
@@ -85,7 +85,7 @@ def test_blending_that_is_off_says_what_turns_it_on(blending: str, word: str) ->
 def test_only_frequent_reasons_are_named_and_advised_on() -> None:
     answers = (
         AnswerCount("blended", "none", 40),
-        AnswerCount("declined", "outside_calibration", 14),
+        AnswerCount("declined", "unmeasured", 14),
         AnswerCount("declined", "no_chunk_cached", 40),
         AnswerCount("declined", "busy", 3),
         AnswerCount("declined", "something_new", 15),
@@ -95,9 +95,9 @@ def test_only_frequent_reasons_are_named_and_advised_on() -> None:
     assert status.why_not == [
         "no_chunk_cached: 40 answers",
         "something_new: 15 answers",
-        "outside_calibration: 14 answers",
+        "unmeasured: 14 answers",
     ]
-    assert [word in line for word, line in zip(("precompute", "calibrate"), status.helps, strict=True)]
+    assert [word in line for word, line in zip(("precompute", "in idle time"), status.helps, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_only_frequent_reasons_are_named_and_advised_on() -> None:
     [
         (None, None, None, None),
         ((), 0, "off", "kintsugi serve --discover default, or privacy: {default: {discover: true}}"),
-        (("default",), 0, "on in default; 0 tokens hit that", "kintsugi calibrate --segments"),
+        (("default",), 0, "on in default; 0 tokens hit that", "no discovered chunk was hit yet"),
         (("a", "b", "c", "d"), 1234, "on in a, b, c, d; 1,234 tokens hit that", None),
         ((), 7, "off; 7 tokens hit that their prompts did not declare", None),
     ],

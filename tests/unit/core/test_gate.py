@@ -1,121 +1,229 @@
-"""What a stored document allows an engine."""
+"""What a stored report allows an engine's requests, and what is said about it."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 
+from kintsugi.core.documents import seal_document
 from kintsugi.core.errors import BelowMinimum, NotBlendable
-from kintsugi.core.gate import GateState, decide
+from kintsugi.core.evidence import Quality
+from kintsugi.core.gate import (
+    CLOSED,
+    LEARNING,
+    UNMEASURED,
+    GateState,
+    Permit,
+    decide,
+    summarize,
+    widest,
+)
 from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import PromptShape
-from kintsugi.core.report import CalibrationReport
+from kintsugi.core.report import FILE, LADDER, Closing, Opening, Report, source_of
 from kintsugi.core.request import BlendOptions, SelectorName
-from tests.unit.core.test_report import BARS, BINDING, DOMAIN, HKVD, QUIET, RANDOM, SEARCH, entry, report
-
-FALLBACK = Selection(0.15, HKVD)
-PASSING = report(entry(0.1, check_layer=3), entry(0.3, RANDOM))
-
-
-def test_a_passing_report_opens_the_gate_and_sets_the_default() -> None:
-    state = decide(PASSING.to_bytes(), BINDING)
-    assert state.is_open
-    assert state.resolve(FALLBACK, BlendOptions()) == Selection(0.1, HKVD, 3)
-    assert state.resolve(FALLBACK, BlendOptions(ratio=0.5)) == Selection(0.5, HKVD, 3)
-    assert state.resolve(FALLBACK, BlendOptions(selector=RANDOM)) == Selection(0.3, RANDOM)
-
-
-@pytest.mark.parametrize(
-    ("document", "reason"),
-    [
-        (None, "not_calibrated"),
-        (b"{}", "calibration_outdated"),
-        (b"[]", "calibration_unreadable"),
-        (json.dumps({**json.loads(PASSING.to_bytes()), "version": 1}).encode(), "calibration_outdated"),
-        (PASSING.to_bytes().replace(b'"seed": 7', b'"seed": 8'), "calibration_unreadable"),
-        (report(entry(kl_mean=1.0)).to_bytes(), "calibration_failed"),
-        (PASSING.as_tripped("KL rose", "now").to_bytes(), "drift"),
-        *(
-            (
-                dataclasses.replace(
-                    PASSING, binding=dataclasses.replace(BINDING, **{name: "ff" * 32})
-                ).to_bytes(),
-                "calibration_of_another",
-            )
-            for name in ("fingerprint", "prefix", "codec", "vllm", "kintsugi")
-        ),
-    ],
+from tests.fakes.reports import (
+    AT,
+    BINDING,
+    CELL,
+    ENOUGH_PAIRS,
+    SOURCE,
+    VERSIONS,
+    entry_of,
+    open_report,
+    part_of,
+    report_of,
 )
-def test_anything_else_closes_it_and_says_why(document: bytes | None, reason: str) -> None:
-    state = decide(document, BINDING)
-    assert not state.is_open
-    assert state.reason == reason
+
+FALLBACK = Selection(0.15, SelectorName.HKVD)
+QUERY = SelectorName.QUERY
+NOTHING = BlendOptions()
+CLOSING = Closing("the mean loss of served blends is above 0.125", "2026-01-02T00:00:00+00:00", SOURCE)
+
+
+def state_of(report: Report, versions: str = VERSIONS) -> GateState:
+    return decide(report.to_bytes(), BINDING, Quality.BALANCED, versions)
+
+
+def permit(state: GateState, options: BlendOptions = NOTHING, namespace: str = "tenant") -> Permit:
+    return state.permit(namespace, False, 1200, FALLBACK, options)
+
+
+def refusal(state: GateState, namespace: str = "tenant") -> NotBlendable:
     with pytest.raises(NotBlendable) as caught:
-        state.resolve(FALLBACK, BlendOptions(ratio=1.0))
-    assert caught.value.reason == reason
-    assert reason == "calibration_failed" or "kintsugi calibrate" in state.detail
+        permit(state, namespace=namespace)
+    return caught.value
 
 
-def test_a_ratio_below_the_minimum_is_refused_with_the_minimum_named() -> None:
-    state = decide(PASSING.to_bytes(), BINDING)
-    with pytest.raises(BelowMinimum, match=r"0\.05 is below 0\.1"):
-        state.resolve(FALLBACK, BlendOptions(ratio=0.05))
-    with pytest.raises(BelowMinimum, match=r"below 0\.3"):
-        state.resolve(FALLBACK, BlendOptions(ratio=0.1, selector=RANDOM))
-    assert state.resolve(FALLBACK, BlendOptions(ratio=0.1)).ratio == 0.1
+# --- What a request may use
 
 
-def test_an_adaptive_ratio_may_not_undercut_what_was_measured() -> None:
-    plain = decide(PASSING.to_bytes(), BINDING)
+def test_the_cheapest_that_passed_is_used() -> None:
+    found = permit(state_of(open_report(rungs=3)))
+    assert found.selection == LADDER[2]
+    assert found.allowance is not None
+    assert found.allowance.selections == LADDER[:3]
+
+
+def test_a_request_may_choose_what_passed_and_more() -> None:
+    state = state_of(open_report(rungs=2))
+    assert permit(state, BlendOptions(ratio=0.75)).selection == LADDER[0]
+    assert permit(state, BlendOptions(ratio=0.5)).selection == dataclasses.replace(LADDER[1], ratio=0.5)
+    assert permit(state, BlendOptions(ratio=0.4, selector=QUERY)).selection == LADDER[1]
+    assert permit(state, BlendOptions(adaptive_mass=1.0)).selection.adaptive_mass == 1.0
+
+
+def test_less_than_what_passed_is_refused_with_the_minimum_named() -> None:
+    state = state_of(open_report(rungs=2))
+    with pytest.raises(BelowMinimum, match=r"ratio: 0\.2 is below 0\.4, the lowest that passed for query"):
+        permit(state, BlendOptions(ratio=0.2))
     with pytest.raises(BelowMinimum, match=r"adaptive_mass: 0\.5 is below 1"):
-        plain.resolve(FALLBACK, BlendOptions(adaptive_mass=0.5))
-    assert plain.resolve(FALLBACK, BlendOptions(adaptive_mass=1.0)).adaptive_mass == 1.0
-    measured = dataclasses.replace(Selection(0.2, HKVD), adaptive_mass=0.6)
-    adaptive = decide(report(dataclasses.replace(entry(), selection=measured)).to_bytes(), BINDING)
-    assert adaptive.resolve(FALLBACK, BlendOptions()).adaptive_mass == 0.6
-    assert adaptive.resolve(FALLBACK, BlendOptions(adaptive_mass=0.7)).adaptive_mass == 0.7
-    with pytest.raises(BelowMinimum, match=r"0\.5 is below 0\.6"):
-        adaptive.resolve(FALLBACK, BlendOptions(adaptive_mass=0.5))
+        permit(state, BlendOptions(adaptive_mass=0.5))
 
 
-def test_a_selector_that_never_passed_is_refused_but_for_a_full_ratio() -> None:
-    state = decide(PASSING.to_bytes(), BINDING)
-    with pytest.raises(NotBlendable, match=r"selector_not_calibrated: .*: hkvd, random"):
-        state.resolve(FALLBACK, BlendOptions(ratio=0.9, selector=SelectorName.QUERY))
-    assert state.resolve(FALLBACK, BlendOptions(ratio=1.0, selector=SelectorName.QUERY)).ratio == 1.0
+def test_a_selector_that_did_not_pass_is_refused_except_for_an_exact_ratio() -> None:
+    state = state_of(open_report())
+    with pytest.raises(
+        NotBlendable, match=r"selector_not_measured: hkvd did not pass at any ratio; passed: query"
+    ):
+        permit(state, BlendOptions(ratio=0.9, selector=SelectorName.HKVD))
+    assert permit(state, BlendOptions(ratio=1.0, selector=SelectorName.HKVD)).selection.ratio == 1.0
+
+
+def test_where_nothing_is_tested_the_engines_own_configuration_is_used() -> None:
+    state = GateState()
+    assert permit(state) == Permit(FALLBACK)
+    options = BlendOptions(ratio=0.0, selector=SelectorName.RANDOM)
+    assert permit(state, options).selection == Selection(0.0, SelectorName.RANDOM)
+    permit(state).check_chunks([7, 100_000])
+
+
+def test_chunks_that_were_not_measured_are_refused() -> None:
+    found = permit(state_of(open_report()))
+    found.check_chunks([200] * 5)
+    with pytest.raises(NotBlendable, match=f"{UNMEASURED}: chunks of about 2000 tokens were hardly measured"):
+        found.check_chunks([2000] * 5)
+
+
+# --- Why not
+
+
+def test_a_namespace_without_evidence_learns_how_far_it_is() -> None:
+    report = report_of(part_of(entry_of(pairs=20)))
+    state = state_of(report)
+    missing = report.standing(CELL, SOURCE, Quality.BALANCED).missing
+    assert missing is not None
+    cause = refusal(state)
+    assert cause.reason == LEARNING
+    expected = f"prompts of 513 to 2048 tokens with declared chunks: 20 of about {20 + missing} prompts"
+    assert expected in str(cause)
+    assert ": 0 of about " in str(refusal(state, "other"))
+    lost = refusal(state_of(report_of(part_of(entry_of(pairs=40, loss=0.5)))))
+    assert "40 prompts were measured, and the loss is 0.500: too much to pass" in str(lost)
+
+
+def test_a_closed_namespace_learns_why_and_how_far_it_is() -> None:
+    state = state_of(open_report().with_part(part_of(writer="watcher", closings=[CLOSING]), AT))
+    cause = refusal(state)
+    assert cause.reason == CLOSED
+    assert f"{CLOSING.reason} (at {CLOSING.at}); prompts of 513 to 2048" in str(cause)
+    assert refusal(state, "other").reason == LEARNING
+
+
+def test_where_two_closed_together_all_are_closed_for_that_reason() -> None:
+    closings = [dataclasses.replace(CLOSING, source=source_of(name)) for name in ("one", "two")]
+    state = state_of(open_report().with_part(part_of(writer="watcher", closings=closings), AT))
+    assert refusal(state).reason == CLOSED
+    assert summarize(state).state == "closed"
+
+
+# --- Documents
 
 
 @pytest.mark.parametrize(
-    ("shape", "departure"),
+    ("document", "detail"),
     [
-        (PromptShape(250, (60, 60)), None),
-        (PromptShape(80, (20,)), None),
-        (PromptShape(500, (125, 125, 125)), None),
-        (PromptShape(501, (100, 100)), "501 tokens, calibrated with 100 to 400"),
-        (PromptShape(79, (30,)), "79 tokens"),
-        (PromptShape(400, (30,) * 6), "6 chunks, calibrated with 2 to 4"),
-        (PromptShape(300, (200, 60)), "130 tokens per chunk"),
-        (PromptShape(300, (4, 6)), "5 tokens per chunk, calibrated with 20 to 100"),
+        (None, ""),
+        (b"[]", "the document is not a JSON object"),
+        (seal_document({"version": 2}), "a report of format 2; this build reads 3"),
     ],
 )
-def test_a_prompt_unlike_the_calibrated_ones_is_refused(shape: PromptShape, departure: str | None) -> None:
-    state = decide(PASSING.to_bytes(), BINDING)
-    if departure is None:
-        state.check_shape(shape)
-        return
-    with pytest.raises(NotBlendable, match=f"outside_calibration: the prompt has {departure}"):
-        state.check_shape(shape)
-    GateState(None, "allow_uncalibrated").check_shape(shape)
+def test_evidence_starts_anew_where_no_report_can_be_read(document: bytes | None, detail: str) -> None:
+    state = decide(document, BINDING, Quality.BALANCED, VERSIONS)
+    assert refusal(state).reason == LEARNING
+    found = summarize(state)
+    assert (found.state, found.pairs) == ("learning", 0)
+    assert found.detail == "no prompt was measured yet" + (f"; {detail}" if detail else "")
 
 
-def test_without_calibration_the_engines_own_configuration_decides() -> None:
-    state = GateState(None, "told to")
-    assert state.resolve(FALLBACK, BlendOptions()) == FALLBACK
-    assert state.resolve(FALLBACK, BlendOptions(ratio=0.0, selector=RANDOM)) == Selection(0.0, RANDOM)
+def test_a_report_of_another_model_is_refused() -> None:
+    other = dataclasses.replace(BINDING, fingerprint="ff" * 32)
+    state = decide(open_report(binding=other).to_bytes(), BINDING, Quality.BALANCED, VERSIONS)
+    cause = refusal(state)
+    assert cause.reason == "report_of_another"
+    assert "the report's fingerprint is ffffffffffffffff, not " in str(cause)
+    assert summarize(state).state == "closed"
 
 
-def test_the_report_of_nothing_fails() -> None:
-    empty = CalibrationReport.of(BINDING, "now", "test", 7, QUIET, BARS, DOMAIN, SEARCH, [])
-    assert decide(empty.to_bytes(), BINDING).reason == "calibration_failed"
+# --- Progress
+
+
+def test_progress_of_what_is_open_is_given_in_numbers() -> None:
+    report = open_report()
+    opened = [Opening(CELL, SOURCE, LADDER[0], at) for at in ("2026-01-05", "2026-01-03")]
+    part = dataclasses.replace(report.parts[0], openings=tuple(opened))
+    found = summarize(state_of(dataclasses.replace(report, parts=(part,))))
+    assert (found.state, found.pairs, found.since) == ("open", ENOUGH_PAIRS, "2026-01-03")
+    assert (found.cost, found.loss, found.loss_max) == (0.5, 0.0, 0.125)
+    assert (found.kl, found.changed) == (pytest.approx(0.001), pytest.approx(0.01))
+    assert found.loss_upper is not None
+    assert 0 < found.loss_upper < 0.125
+    assert found.detail == (
+        "prompts of 513 to 2048 tokens with declared chunks: at 50% of a full prefill's work, mean loss "
+        "0.000 of at most 0.125"
+    )
+    assert found.pairs_missing is not None, "until the next configuration"
+    assert summarize(state_of(open_report(rungs=len(LADDER)))).pairs_missing is None
+
+
+def test_progress_of_one_namespace_is_its_own() -> None:
+    state = state_of(report_of(part_of(entry_of(), entry_of(source_of("slow"), 5, slot=2))))
+    assert summarize(state).state == summarize(state, "tenant").state == "open"
+    slow = summarize(state, "slow")
+    assert (slow.state, slow.pairs) == ("learning", 5)
+    assert summarize(state, "new").detail == "no prompt was measured yet"
+
+
+def test_progress_while_learning_is_that_of_the_nearest() -> None:
+    entries = [entry_of(source_of(str(pairs)), pairs, slot=pairs) for pairs in (3, 20, 9)]
+    assert summarize(state_of(report_of(part_of(*entries)))).pairs == 20
+
+
+def test_progress_is_off_where_nothing_is_tested_and_closed_with_a_reason() -> None:
+    assert summarize(GateState()).state == "off"
+    found = summarize(GateState("save_only", "this engine only saves chunks"))
+    assert (found.state, found.detail) == ("closed", "save_only: this engine only saves chunks")
+
+
+def test_probation_after_an_upgrade_is_said() -> None:
+    upgraded = state_of(open_report(), "kintsugi 2")
+    assert summarize(upgraded).detail.endswith(
+        "mean loss 0.000 of at most 0.125, on probation after an upgrade"
+    )
+    assert permit(upgraded).selection == LADDER[0], "the old evidence serves meanwhile"
+
+
+def test_the_widest_is_what_costs_least() -> None:
+    report = report_of(
+        part_of(
+            entry_of(FILE),
+            *(entry_of(selection=one, slot=2) for one in LADDER[:2]),
+        )
+    )
+    found = widest(state_of(report))
+    assert found is not None
+    assert (found[1], found[2].cheapest) == (SOURCE, LADDER[1])
+    alone = widest(state_of(report), "other")
+    assert alone is not None
+    assert alone[2].cheapest == LADDER[0]
+    assert widest(state_of(report_of())) is widest(GateState()) is widest(GateState("save_only")) is None

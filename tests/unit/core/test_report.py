@@ -1,372 +1,508 @@
-"""The calibration report: what follows from measurements, and which documents are refused."""
+"""The report: what passes by which evidence, how writers share it, and which documents are refused."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from datetime import UTC, datetime
+import math
+from collections.abc import Callable
 
 import pytest
 
+from kintsugi.core.documents import DOCUMENT_BYTES_MAX, seal_document
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
+from kintsugi.core.evidence import EMPTY, Quality
 from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import (
+    CLOSED_TOGETHER,
+    ERROR,
+    FILE,
+    LADDER,
+    NAMESPACES_MIN,
+    PARTS_MAX,
+    PROBATION_PAIRS,
+    Allowance,
     Binding,
-    CalibrationReport,
-    Choice,
-    LossBound,
-    Noise,
-    Quantity,
-    ReportEntry,
-    Search,
-    Thresholds,
-    _digest,
-    choose,
+    Cell,
+    Closing,
+    Entry,
+    Report,
     describe_selection,
-    entitlements,
-    passing,
-    replaces,
-    shortfalls,
-    supersedes,
+    share_of_slot,
+    source_of,
 )
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ModelFingerprint
-from kintsugi.models.bundled import bundled_report
-
-FINGERPRINT = ModelFingerprint.of({"weights": "report"})
-BINDING = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0")
-QUIET = Noise(0.0, 0.0, 1.0)
-BARS = Thresholds(prompts_min=10)
-HKVD, RANDOM = SelectorName.HKVD, SelectorName.RANDOM
-
-
-DOMAIN = Domain("plain", LengthRange(100, 400), LengthRange(2, 4), LengthRange(20, 100), LengthRange(1, 8))
-SEARCH = Search(40, 2, 1.5)
-
-
-def entry(
-    ratio: float = 0.15,
-    selector: SelectorName = HKVD,
-    check_layer: int = 1,
-    place: int | None = 0,
-    error: float = 1e-4,
-    **changes: float | int | None,
-) -> ReportEntry:
-    """One that was confirmed and passes, but for the changes. Its bounds are its values."""
-    values: dict[str, float | int | None] = {
-        "cost": ratio,
-        "kl_mean": 0.01,
-        "kl_p99": 0.5,
-        "top1_agreement": 0.99,
-        "num_prompts": 50,
-        "num_positions": 50,
-        **changes,
-    }
-    losses = {Quantity.KL: values["kl_mean"], Quantity.DISAGREEMENT: 1 - (values["top1_agreement"] or 0)}
-    bounds = [LossBound(quantity, "", loss or 0.0, loss or 0.0, 50) for quantity, loss in losses.items()]
-    selection = Selection(ratio, selector, check_layer)
-    confirmed = {} if place is None else {"place": place, "error": error, "bounds": bounds}
-    return ReportEntry(selection, **values, **confirmed)  # type: ignore[arg-type]
-
-
-def bounded(*bounds: LossBound, place: int = 0) -> ReportEntry:
-    return dataclasses.replace(entry(), place=place, bounds=list(bounds))
-
-
-def report(*entries: ReportEntry) -> CalibrationReport:
-    return CalibrationReport.of(
-        BINDING, "2026-01-02T03:04:05Z", "test", 7, QUIET, BARS, DOMAIN, SEARCH, entries
-    )
-
-
-@pytest.mark.parametrize(
-    ("bound", "missing"),
-    [
-        (LossBound(Quantity.KL, "", 0.02, 0.1, 99), None),
-        (LossBound(Quantity.KL, "", 0.02, 0.11, 99), "KL: 0.020 in 99 prompts, so up to 0.110"),
-        (LossBound(Quantity.DISAGREEMENT, "", 0.0, 0.06, 40), "top-1 disagreement: 0.000 in 40"),
-        (LossBound(Quantity.EXACT_MATCH, "", -0.01, 0.03, 99), None),
-        (LossBound(Quantity.EXACT_MATCH, "", 0.0, 0.031, 99), "loss of exact match"),
-        (LossBound(Quantity.F1, "", 0.0, 0.031, 99), "loss of F1"),
-        (LossBound(Quantity.F1, "task chain", 0.01, 0.06, 60), None),
-        (LossBound(Quantity.F1, "task chain", 0.01, 0.07, 60), "loss of F1 of task chain: 0.010 in 60"),
-    ],
+from tests.fakes.reports import (
+    AT,
+    BINDING,
+    CELL,
+    ENOUGH_PAIRS,
+    FINGERPRINT,
+    SAFEST,
+    SOURCE,
+    VERSIONS,
+    entry_of,
+    open_report,
+    part_of,
+    report_of,
+    tally_of,
 )
-def test_a_bound_decides_not_the_mean(bound: LossBound, missing: str | None) -> None:
-    found = shortfalls(bounded(bound), QUIET, BARS)
-    assert [text.startswith(missing or "?") for text in found] == [True] * (missing is not None)
+
+BALANCED = Quality.BALANCED
+TENANTS = [source_of(f"tenant {number}") for number in range(8)]
+FOREIGN = source_of("foreign")
 
 
-def test_nobody_is_asked_for_more_than_full_prefill_gives_against_itself() -> None:
-    loud = Noise(kl_mean=0.2, kl_p99=4.0, top1_agreement=0.9)
-    noisy = entry(kl_mean=0.3, top1_agreement=0.91)
-    assert len(shortfalls(noisy, QUIET, BARS)) == 2
-    assert shortfalls(noisy, loud, BARS) == []
-    deaf = Noise(kl_mean=3.0, kl_p99=9.0, top1_agreement=0.0)
-    assert BARS.highest(Quantity.KL, "", deaf) == BARS.highest(Quantity.DISAGREEMENT, "task", deaf) == 0.5
+def allowance(report: Report, source: str = SOURCE, versions: str = VERSIONS) -> Allowance | None:
+    return report.allowance(CELL, source, BALANCED, versions)
 
 
-def test_the_cheapest_passing_configuration_is_chosen() -> None:
-    entries = [entry(0.3), entry(0.15), entry(0.05, kl_mean=1.0), entry(0.2, RANDOM, kl_mean=1.0)]
-    choice = choose(entries, QUIET, BARS)
-    assert choice.selection == Selection(0.15, HKVD)
-    assert {name: limit.ratio for name, limit in choice.limits.items()} == {"hkvd": 0.15}
-    assert choice.why == "cheapest of 2 that pass, of 4 confirmed: cost 0.150"
+def closing(source: str = "", number: int = 1) -> Closing:
+    return Closing("wrong answers", f"2026-01-02T00:00:{number:02}+00:00", source)
 
 
-def test_more_ratio_is_not_taken_to_be_better() -> None:
-    """A larger ratio that fails says nothing about a smaller one with evidence of its own, nor the
-    reverse."""
-    entries = [entry(0.05), entry(0.1, kl_mean=1.0), entry(0.2)]
-    assert choose(entries, QUIET, BARS).selection == Selection(0.05, HKVD)
-    assert choose(entries[1:2], QUIET, BARS).limits == {}
-
-
-def test_what_was_only_screened_neither_passes_nor_fails() -> None:
-    screened = [entry(0.05, place=None), entry(0.15), entry(0.3, place=None, kl_mean=9.0)]
-    assert choose(screened, QUIET, BARS).selection == Selection(0.15, HKVD)
-    nothing = choose(screened[:1], QUIET, BARS)
-    assert nothing == Choice(None, "none of 1 looked good enough to confirm")
-
-
-def test_the_chance_of_error_is_shared_and_handed_on() -> None:
-    whole = 1 - BARS.confidence
-    assert entitlements([], 1, BARS) == [pytest.approx(whole)]
-    assert entitlements([True, True, True], 4, BARS) == pytest.approx(
-        [whole / 2, whole * 2 / 3, whole * 5 / 6, whole]
+def full_report() -> Report:
+    """A report with a value in every field."""
+    part = dataclasses.replace(
+        part_of(entry_of(tally=tally_of(9, 0.5, answers=((0, 8), (1, 1)))), closings=[closing(SOURCE)]),
+        latest=((SOURCE, 0.25, 0.125),),
+        served=1,
+        folded=("earlier",),
     )
-    assert entitlements([False, True, False], 4, BARS) == pytest.approx(
-        [whole / 2, whole / 6, whole / 3, whole / 6]
-    )
+    return report_of(part, part_of(entry_of(FOREIGN, slot=2), writer="other"))
 
 
-def test_bounds_that_used_more_error_than_they_were_entitled_to_do_not_pass() -> None:
-    whole = 1 - BARS.confidence
-    first, second = entry(0.3, place=0, error=whole / 2), entry(0.2, place=1, error=whole)
-    assert passing([second, first], QUIET, BARS) == [first, second]
-    failing = entry(0.3, place=0, error=whole / 2, kl_mean=1.0)
-    assert passing([failing, second], QUIET, BARS) == []
-    assert passing([failing, dataclasses.replace(second, error=whole / 2)], QUIET, BARS) != []
-
-
-def test_what_costs_a_full_prefill_is_no_choice() -> None:
-    choice = choose([entry(1.0, cost=1.0)], QUIET, BARS)
-    assert choice.selection is None
-    assert "cost 1.000" in choice.why
-
-
-def test_an_undecided_configuration_says_how_much_more_it_takes() -> None:
-    undecided = dataclasses.replace(entry(kl_mean=0.2), prompts_missing=120)
-    assert "undecided: about 120 more prompts" in choose([undecided], QUIET, BARS).why
-
-
-def test_ties_are_broken_by_quality_then_name() -> None:
-    first = choose([entry(0.15), entry(0.15, RANDOM, kl_mean=0.001)], QUIET, BARS)
-    assert first.selection == Selection(0.15, RANDOM)
-    entries = [entry(0.15), entry(0.15, RANDOM)]
-    assert choose(entries, QUIET, BARS) == choose(entries[::-1], QUIET, BARS)
-
-
-def test_every_small_set_of_measurements_is_decided_as_stated() -> None:
-    """All 3^6 outcomes of two selectors at three ratios: screened, failing, passing."""
-    points = [(selector, ratio) for selector in (HKVD, RANDOM) for ratio in (0.05, 0.15, 0.3)]
-    for outcome in itertools.product((None, False, True), repeat=len(points)):
-        entries = [
-            entry(ratio, selector, place=None if passes is None else 0, kl_mean=0.01 if passes else 1.0)
-            for (selector, ratio), passes in zip(points, outcome, strict=True)
-        ]
-        choice = choose(entries, QUIET, BARS)
-        passed = [point for point, passes in zip(points, outcome, strict=True) if passes]
-        least = {selector.value: min(r for s, r in passed if s is selector) for selector, _ in passed}
-        assert {name: limit.ratio for name, limit in choice.limits.items()} == least
-        if passed:
-            assert choice.selection is not None
-            assert choice.selection.ratio == min(least.values())
-        else:
-            assert choice == Choice(None, choice.why)
-
-
-def test_layers_are_described_as_a_range() -> None:
-    described = {
-        layers: describe_selection(Selection(0.1, HKVD, 1, layers)) for layers in ((0, 1, 2), (1, 3), (4,))
-    }
-    assert list(described.values()) == ["hkvd r=0.1 @1 q=0-2", "hkvd r=0.1 @1 q=1,3", "hkvd r=0.1 @1 q=4"]
+# --- Documents
 
 
 def test_a_report_survives_the_way_to_a_store_and_back() -> None:
-    first = report(entry(), entry(0.3, exact_match=0.9, exact_match_full=0.91))
-    again = CalibrationReport.from_bytes(first.to_bytes())
-    assert again == first
-    assert again.digest == first.digest
-    tripped = CalibrationReport.from_bytes(first.as_tripped("KL rose", "2026-02-03").to_bytes())
-    assert tripped.tripped is not None
-    assert tripped.digest != first.digest
+    assert Report.from_bytes(full_report().to_bytes()) == full_report()
+    assert Report.from_bytes(report_of().to_bytes()) == report_of()
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda values: values["thresholds"].update(kl_mean_max=99.0),
-        lambda values: values["entries"][0].update(kl_mean=0.0),
-        lambda values: values["entries"][0]["bounds"][0].update(upper=0.0),
-        lambda values: values["domain"]["prompt_tokens"].update(high=9000),
+        lambda values: values["parts"][0]["entries"][0]["tally"]["losses"].clear(),
+        lambda values: values["parts"][0]["closings"].clear(),
         lambda values: values["binding"].update(fingerprint="00" * 32),
-        lambda values: values["choice"]["selection"].update(ratio=0.01),
-        lambda values: values.update(tripped={"reason": "", "at": ""}),
+        lambda values: values["ladder"].pop(0),
+        lambda values: values.update(created="2027-01-01"),
         lambda values: values.pop("digest"),
-        lambda values: values.pop("noise"),
         lambda values: values.update(extra=1),
-        lambda values: values["entries"][0].update(cost=float("nan")),
     ],
 )
-def test_an_edited_report_is_refused(edit: object) -> None:
-    values = json.loads(report(entry()).to_bytes())
-    edit(values)  # type: ignore[operator]
-    with pytest.raises(Corrupted, match="calibrate again"):
-        CalibrationReport.from_bytes(json.dumps(values).encode())
+def test_an_edited_report_is_refused_by_its_digest(edit: Callable[[dict[str, object]], object]) -> None:
+    values = json.loads(full_report().to_bytes())
+    edit(values)
+    with pytest.raises(Corrupted, match="does not match its digest"):
+        Report.from_bytes(json.dumps(values).encode())
 
 
-def test_a_choice_that_does_not_follow_is_refused_with_a_digest_too() -> None:
-    honest = report(entry(0.3), entry(0.1, kl_mean=3.0))
-    forged = dataclasses.replace(honest, choice=Choice(Selection(0.1, HKVD), "because"))
-    with pytest.raises(Corrupted, match="does not follow"):
-        CalibrationReport.from_bytes(forged.to_bytes())
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda values: values["parts"][0]["entries"][0].update(slot=0),
+        lambda values: values["parts"][0]["entries"][0]["tally"].update(losses=[[999, 1]]),
+        lambda values: values["parts"][0]["entries"][0]["cell"].update(kind="guessed"),
+        lambda values: values["parts"][0].update(writer=""),
+        lambda values: values.update(parts=values["parts"] * PARTS_MAX),
+        lambda values: values.update(ladder=[]),
+        lambda values: values.update(extra=1),
+        lambda values: values.pop("binding"),
+    ],
+)
+def test_impossible_content_is_refused_with_a_right_digest_too(
+    edit: Callable[[dict[str, object]], object],
+) -> None:
+    values = json.loads(full_report().to_bytes())
+    del values["digest"]
+    edit(values)
+    with pytest.raises(Corrupted, match="the report is not one: "):
+        Report.from_bytes(seal_document(values))
 
 
-@pytest.mark.parametrize("document", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b" " * (2 << 20)])
-def test_what_is_no_report_is_refused(document: bytes) -> None:
-    with pytest.raises(Corrupted):
-        CalibrationReport.from_bytes(document)
+def test_what_is_too_large_is_not_parsed() -> None:
+    with pytest.raises(Corrupted, match="at most 1048576 are read"):
+        Report.from_bytes(b" " * (DOCUMENT_BYTES_MAX + 1))
 
 
-def made(created: str, tripped: str | None = None, **fields: object) -> bytes:
-    """A report, with fields that only later builds know."""
-    one = dataclasses.replace(report(entry()), created=created)
-    values = dataclasses.asdict(one if tripped is None else one.as_tripped(tripped, "now"))
-    values |= fields
-    return json.dumps({**values, "digest": _digest(values)}).encode()
-
-
-EDITED = made("2027-01-01").replace(b'"seed": 7', b'"seed": 8')
-IN_ORDER = [
-    [b"", b"[" * 100_000, b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", b"\xff", b" " * (2 << 20), EDITED],
-    [made("now"), made("9999-12-31T23:59:59+00:00"), made("0001-01-01T00:00:00+14:00"), made("", seed=8)],
-    [made("now", "KL"), made("9999-12-31T23:59:59Z", "top-1")],
-    [made("2026-01-01T00:00:00"), made("2026-01-01T00:00:00Z"), made("2026-01-01T02:00:00+02:00")],
-    [made("2026-01-01T00:00:00Z", "KL"), made("2026-01-01T00:00:00Z", "top-1")],
-    [made("2026-01-01T00:30:00Z")],
-    [made("2026-01-01T00:00:00-01:00"), made("2026-01-01T01:00:00Z", version=3, later_field=1)],
-    [made("2026-01-01T01:00:00Z", "KL")],
-]
-"""Documents by created and tripped, lowest first; within a group the digest decides, if there is one."""
-
-
-def test_which_of_two_reports_counts() -> None:
-    for low, high in itertools.combinations(range(len(IN_ORDER)), 2):
-        for one, other in itertools.product(IN_ORDER[low], IN_ORDER[high]):
-            assert supersedes(other, one)
-            assert not supersedes(one, other)
-    for unsound, other in itertools.product(IN_ORDER[0], repeat=2):
-        assert not supersedes(unsound, other), "the last one written"
-    for group in IN_ORDER[1:]:
-        for one, other in itertools.combinations(group, 2):
-            assert supersedes(one, other) != supersedes(other, one), "everybody keeps the same one"
-    assert all(supersedes(document, None) for group in IN_ORDER for document in group)
-
-
-def test_a_new_calibration_is_above_whatever_is_stored() -> None:
-    for stored in itertools.chain(*IN_ORDER):
-        for created in ("2026-01-01T00:00:00Z", "2025-01-01T00:00:00Z", "no time"):
-            behind = dataclasses.replace(report(entry()), created=created)
-            assert supersedes(behind.created_after(stored).to_bytes(), stored)
-    ahead = report(entry())
-    assert ahead.created_after(IN_ORDER[-1][0]) == ahead, "its own time where that is later"
-
-
-def test_the_bundled_report_opens() -> None:
-    """Bytes as a store holds them: a field more or less and they would be refused."""
-    document = bundled_report().read_bytes()
-    assert CalibrationReport.from_bytes(document).to_bytes() == document
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_another_format_is_told_apart(version: int) -> None:
-    values = json.loads(report(entry()).to_bytes())
-    values["version"] = version
-    with pytest.raises(VersionMismatch, match=f"format {version}; this build reads 2: calibrate again"):
-        CalibrationReport.from_bytes(json.dumps(values).encode())
+@pytest.mark.parametrize("version", [2, 4, None])
+def test_another_format_is_told_apart(version: int | None) -> None:
+    document = seal_document({"version": version, "created": AT})
+    with pytest.raises(VersionMismatch, match=f"a report of format {version}; this build reads 3"):
+        Report.from_bytes(document)
 
 
 def test_a_binding_names_its_report_and_what_differs() -> None:
-    others = [
-        Binding.of(ModelFingerprint.of({"weights": "other"}), (0,), "raw", "0.32.0", "0.1.0"),
-        Binding.of(FINGERPRINT, (0, 1), "raw", "0.32.0", "0.1.0"),
-        Binding.of(FINGERPRINT, (0,), "int8", "0.32.0", "0.1.0"),
-        Binding.of(FINGERPRINT, (0,), "raw", "0.33.0", "0.1.0"),
-        Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.2.0"),
-    ]
-    for name, other in zip(("fingerprint", "prefix", "codec", "vllm", "kintsugi"), others, strict=True):
+    others = {
+        "fingerprint": Binding.of(ModelFingerprint.of({"weights": "other"}), (0,), "raw"),
+        "prefix": Binding.of(FINGERPRINT, (0, 1), "raw"),
+        "codec": Binding.of(FINGERPRINT, (0,), "int8"),
+        "context": Binding.of(FINGERPRINT, (0,), "raw", (4, 5)),
+        "algorithm": dataclasses.replace(BINDING, algorithm=BINDING.algorithm + 1),
+    }
+    for name, other in others.items():
         difference = BINDING.difference(other)
         assert difference is not None
-        assert difference.startswith(name)
+        assert difference.startswith(f"{name} is ")
         assert (other.model, other.report_name) != (BINDING.model, BINDING.report_name)
+    assert BINDING.difference(others["context"]) == f"context is {others['context'].context[:16]}, not none"
     assert BINDING.difference(BINDING) is None
-    assert len(BINDING.report_name) <= 128
+    assert len(others["context"].report_name) <= 128
     assert BINDING.model == FINGERPRINT
+
+
+def test_layers_are_described_as_a_range() -> None:
+    hkvd = SelectorName.HKVD
+    described = [
+        describe_selection(Selection(0.1, hkvd, 1, layers)) for layers in ((), (0, 1, 2), (1, 3), (4,))
+    ]
+    assert described == ["hkvd r=0.1 @1", "hkvd r=0.1 @1 q=0-2", "hkvd r=0.1 @1 q=1,3", "hkvd r=0.1 @1 q=4"]
+    assert describe_selection(Selection(0.1, hkvd, adaptive_mass=0.5)) == "hkvd r=0.1 @1 mass=0.5"
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (Cell.of(False, 1), "prompts of 1 to 512 tokens with declared chunks"),
+        (Cell.of(False, 512), "prompts of 1 to 512 tokens with declared chunks"),
+        (Cell.of(True, 513), "prompts of 513 to 2048 tokens with discovered chunks"),
+        (Cell.of(False, 32_769), "prompts of 32769 or more tokens with declared chunks"),
+    ],
+)
+def test_a_cell_is_named_by_what_its_prompts_have_in_common(cell: Cell, text: str) -> None:
+    assert str(cell) == text
 
 
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Selection(1.1, HKVD),
-        lambda: Selection(0.1, HKVD, -1),
-        lambda: Thresholds(top1_agreement_min=1.1),
-        lambda: Thresholds(kl_mean_max=0.0),
-        lambda: Thresholds(prompts_min=0),
-        lambda: Thresholds(exact_match_loss_max=0.0),
-        lambda: Thresholds(confidence=1.0),
-        lambda: Thresholds(stratum_factor=0.5),
-        lambda: LengthRange(5, 4),
-        lambda: bounded(),
-        lambda: entry(num_prompts=0),
-        lambda: entry(kl_p99=float("inf")),
+        lambda: Cell("guessed", 1),
+        lambda: Cell("declared", 5),
+        lambda: Entry(CELL, "", 1, 0, SAFEST, EMPTY),
+        lambda: entry_of(epoch=-1),
+        lambda: part_of(writer=""),
+        lambda: part_of(closings=[closing()] * 65),
+        lambda: dataclasses.replace(report_of(), ladder=()),
     ],
 )
-def test_impossible_values_are_refused(build: object) -> None:
+def test_impossible_values_are_refused(build: Callable[[], object]) -> None:
     with pytest.raises(InvalidField):
-        build()  # type: ignore[operator]
+        build()
 
 
-def test_a_context_is_part_of_the_binding_and_of_the_reports_name() -> None:
-    with_context = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0", (4, 5))
-    other = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0", (4, 6))
-    names = {BINDING.report_name, with_context.report_name, other.report_name}
-    assert len(names) == 3
-    assert BINDING.difference(with_context) == f"context is {with_context.context[:16]}, not none"
-    assert with_context.difference(BINDING) == f"context is none, not {with_context.context[:16]}"
-    document = dataclasses.replace(report(entry()), binding=with_context).to_bytes()
-    assert CalibrationReport.from_bytes(document).binding == with_context
+# --- The error probability
 
 
-def test_without_a_context_name_and_document_are_as_before() -> None:
-    assert BINDING.report_name == "calibration/raw/03f79bf01f1b022ca63c907c5e471678/76d4e78c7ec55c4f"
-    assert "context" not in json.loads(report(entry()).to_bytes())["binding"]
+def test_slots_and_epochs_share_an_error_probability_that_sums_to_one() -> None:
+    slots = [share_of_slot(slot) for slot in range(1, 10_001)]
+    assert slots == sorted(slots, reverse=True)
+    assert 0.9999 < sum(slots) <= 1
 
 
-NOW = datetime(2026, 6, 1, tzinfo=UTC)
+def needed_pairs(slot: int = 1, epoch: int = 0) -> int:
+    """Fewest pairs without a loss that pass in this slot, after so many closings."""
+    closings = [closing(SOURCE, number) for number in range(epoch)]
+    return next(
+        pairs
+        for pairs in range(1, 500)
+        if report_of(part_of(entry_of(pairs=pairs, slot=slot, epoch=epoch), closings=closings))
+        .standing(CELL, SOURCE, BALANCED)
+        .passed
+    )
 
 
-def test_a_report_from_the_future_never_keeps_a_later_calibration_out() -> None:
-    today, tomorrow = made("2026-06-01"), made("2026-06-01T23:00:00+00:00")
-    assert replaces(tomorrow, today, NOW)
-    assert not replaces(today, tomorrow, NOW)
-    future = "2026-06-02T00:00:01+00:00"
-    with pytest.raises(InvalidField, match=r"created: 2026-06-02T00:00:01.*set the clock that is wrong"):
-        replaces(made(future), None, NOW)
-    assert replaces(made(future, "KL"), today, NOW), "nothing keeps blending from being turned off"
-    for held in (made(future), made(future, "KL"), made("9999-01-01")):
-        assert replaces(today, held, NOW)
-    assert replaces(b"no report", None, NOW)
-    assert not replaces(b"no report", today, NOW)
+def test_later_slots_and_epochs_need_more() -> None:
+    by_slot = [needed_pairs(slot) for slot in range(1, 6)]
+    by_epoch = [needed_pairs(epoch=epoch) for epoch in range(5)]
+    assert by_slot == sorted(set(by_slot))
+    assert by_epoch == sorted(set(by_epoch))
+    assert by_slot[0] == by_epoch[0]
+    spent = tally_of(by_slot[0]).log_wealth(BALANCED.loss_max)
+    assert math.log(1 / ERROR) < spent < math.log(2 / ERROR), "the first slot gets most of the error"
+
+
+def test_two_writers_that_take_one_slot_at_the_same_time_get_different_ones() -> None:
+    one, other, third = sorted(TENANTS[:3])
+    report = report_of(
+        part_of(entry_of(one, pairs=1)),
+        part_of(entry_of(other, pairs=1), entry_of(third, pairs=1, slot=2), writer="other"),
+    )
+    assert [report.slot(CELL, source) for source in (one, other, third, FOREIGN)] == [1, 2, 3, 4]
+
+
+def test_a_slot_never_moves_to_a_larger_share() -> None:
+    known = part_of(entry_of(FOREIGN, pairs=1), entry_of(pairs=1, slot=2))
+    restarted = part_of(entry_of(pairs=1, slot=1), writer="restarted")
+    assert report_of(known, restarted).slot(CELL, SOURCE) == 2
+    assert report_of(known, restarted).slot(CELL, FOREIGN) == 1
+
+
+# --- What passes
+
+
+def test_configurations_pass_in_the_order_of_the_ladder_alone() -> None:
+    first, second, third = (entry_of(selection=one) for one in LADDER[:3])
+    standing = report_of(part_of(second, third)).standing(CELL, SOURCE, BALANCED)
+    assert (standing.passed, standing.next, standing.tally.pairs) == ((), LADDER[0], 0)
+    standing = report_of(part_of(first, third)).standing(CELL, SOURCE, BALANCED)
+    assert (standing.passed, standing.next) == (LADDER[:1], LADDER[1])
+    everything = open_report(rungs=len(LADDER)).standing(CELL, SOURCE, BALANCED)
+    assert (everything.passed, everything.next, everything.missing) == (LADDER, None, 0)
+
+
+def test_a_cell_says_nothing_about_another() -> None:
+    report = open_report()
+    assert allowance(report) is not None
+    for cell in (Cell("discovered", 1), Cell("declared", 2)):
+        assert report.allowance(cell, SOURCE, BALANCED, VERSIONS) is None
+
+
+def test_strict_needs_more_than_balanced() -> None:
+    report = report_of(part_of(entry_of(pairs=ENOUGH_PAIRS)))
+    assert report.standing(CELL, SOURCE, BALANCED).passed
+    assert not report.standing(CELL, SOURCE, Quality.STRICT).passed
+    many = report_of(part_of(entry_of(pairs=4 * ENOUGH_PAIRS)))
+    assert many.standing(CELL, SOURCE, Quality.STRICT).passed
+
+
+def test_given_answers_must_pass_too() -> None:
+    def passes(*answers: tuple[int, int], pairs: int = ENOUGH_PAIRS) -> bool:
+        report = report_of(part_of(entry_of(FILE, tally=tally_of(pairs, answers=answers))))
+        return bool(report.standing(CELL, FILE, BALANCED).passed)
+
+    assert passes()
+    assert not passes((0, ENOUGH_PAIRS)), "too few answers show a loss below three points"
+    assert passes((0, 400), pairs=400)
+    assert not passes((0, 360), (1, 40), pairs=400)
+
+
+def test_the_missing_pairs_bring_it_to_pass() -> None:
+    few = report_of(part_of(entry_of(pairs=20))).standing(CELL, SOURCE, BALANCED)
+    assert few.missing is not None
+    more = report_of(part_of(entry_of(pairs=20 + few.missing))).standing(CELL, SOURCE, BALANCED)
+    assert more.missing is not None
+    assert more.missing <= 3
+    lost = report_of(part_of(entry_of(loss=0.2))).standing(CELL, SOURCE, BALANCED)
+    assert lost.missing is None
+
+
+def test_the_missing_pairs_include_those_for_answers() -> None:
+    def missing(*answers: tuple[int, int]) -> int | None:
+        entry = entry_of(FILE, tally=tally_of(ENOUGH_PAIRS, answers=answers))
+        return report_of(part_of(entry)).standing(CELL, FILE, BALANCED).missing
+
+    every, half = missing((0, 80)), missing((0, 40))
+    assert every is not None
+    assert half is not None
+    assert 60 < every < 120
+    assert half > 1.5 * every, "only every second pair has an answer"
+    assert missing((0, 60), (1, 20)) is None
+
+
+# --- Who may use it
+
+
+def test_evidence_of_one_namespace_opens_for_it_alone() -> None:
+    report = open_report()
+    assert allowance(report) is not None
+    assert allowance(report, FOREIGN) is None
+
+
+def test_evidence_of_a_file_opens_for_all() -> None:
+    report = report_of(part_of(entry_of(FILE)))
+    for source in (SOURCE, FOREIGN):
+        found = allowance(report, source)
+        assert found is not None
+        assert (found.selections, found.tally.pairs) == (LADDER[:1], ENOUGH_PAIRS)
+
+
+def test_the_furthest_evidence_decides() -> None:
+    own = [entry_of(selection=one) for one in LADDER[:2]]
+    found = allowance(report_of(part_of(entry_of(FILE, slot=2), *own)))
+    assert found is not None
+    assert found.cheapest == LADDER[1]
+
+
+def tenants_report(*pairs: int, loss: float = 0.0) -> Report:
+    """The evidence of tenants, each with this many pairs."""
+    entries = [
+        entry_of(source, some, loss, slot=slot)
+        for slot, (source, some) in enumerate(zip(TENANTS, pairs, strict=False), 1)
+    ]
+    return report_of(part_of(*entries))
+
+
+def test_four_namespaces_open_for_a_fifth() -> None:
+    found = allowance(tenants_report(*[ENOUGH_PAIRS] * NAMESPACES_MIN), FOREIGN)
+    assert found is not None
+    assert found.selections == LADDER[:1]
+    assert found.tally.pairs == NAMESPACES_MIN * ENOUGH_PAIRS
+
+
+def test_four_namespaces_open_for_others_before_one_of_them_opens_for_itself() -> None:
+    few = next(pairs for pairs in range(1, 99) if allowance(tenants_report(*[pairs] * 4), FOREIGN))
+    assert few < needed_pairs()
+
+
+def test_three_namespaces_never_open_for_others_whatever_their_wealth() -> None:
+    assert allowance(tenants_report(*[100_000] * (NAMESPACES_MIN - 1)), FOREIGN) is None
+
+
+def test_good_prompts_of_some_do_not_outweigh_the_losses_of_another() -> None:
+    report = tenants_report(*[100_000] * NAMESPACES_MIN)
+    victim = part_of(entry_of(FOREIGN, loss=0.5, slot=5), writer="other")
+    assert allowance(report.with_part(victim, AT), FOREIGN) is None
+
+
+# --- Closing
+
+
+def closed(report: Report, *closings: Closing) -> Report:
+    return report.with_part(part_of(writer="watcher", closings=closings), AT)
+
+
+def test_a_closing_starts_the_evidence_anew_and_then_more_is_needed() -> None:
+    report = closed(open_report(), closing(SOURCE))
+    assert allowance(report) is None
+    assert report.standing(CELL, SOURCE, BALANCED).tally == EMPTY
+    assert needed_pairs(epoch=1) > needed_pairs()
+    again = entry_of(pairs=needed_pairs(epoch=1), epoch=1)
+    assert allowance(report.with_part(part_of(again, writer="later"), AT)) is not None
+
+
+def test_a_closed_namespace_needs_evidence_of_its_own() -> None:
+    report = tenants_report(*[ENOUGH_PAIRS] * 5)
+    report = report.with_part(part_of(entry_of(FILE, slot=6), writer="file"), AT)
+    report = closed(report, closing(FOREIGN))
+    assert allowance(report, FOREIGN) is None
+    assert allowance(report, SOURCE) is not None
+    own = entry_of(FOREIGN, pairs=200, slot=7, epoch=1)
+    assert allowance(report.with_part(part_of(own, writer="own"), AT), FOREIGN) is not None
+
+
+def test_a_namespace_closes_for_itself_alone_and_two_close_for_all() -> None:
+    report = report_of(part_of(entry_of(FILE), entry_of(slot=2)))
+    one = closed(report, closing(TENANTS[0]), closing(TENANTS[0], 2))
+    assert one.epoch(TENANTS[0]) == 2
+    assert one.epoch(SOURCE) == one.epoch(FILE) == 0
+    assert allowance(one) is not None
+    assert CLOSED_TOGETHER == 2
+    two = closed(report, closing(TENANTS[0]), closing(TENANTS[1]))
+    assert two.epoch(SOURCE) == two.epoch(FILE) == two.epoch(TENANTS[0]) == 1
+    assert allowance(two) is None
+
+
+def test_a_closing_for_all_closes_for_all() -> None:
+    report = closed(report_of(part_of(entry_of(FILE), entry_of(slot=2))), closing())
+    assert report.epoch(FILE) == report.epoch(SOURCE) == report.epoch(FOREIGN) == 1
+    assert allowance(report) is None
+
+
+# --- Probation, and chunks that were not measured
+
+
+def test_other_versions_are_on_probation_until_they_measured_enough() -> None:
+    report = open_report()
+    found = allowance(report)
+    assert found is not None
+    assert not found.on_probation
+    upgraded = allowance(report, versions="kintsugi 2")
+    assert upgraded is not None
+    assert upgraded.on_probation
+    for pairs, on_probation in ((PROBATION_PAIRS - 1, True), (PROBATION_PAIRS, False)):
+        own = part_of(entry_of(FOREIGN, pairs, slot=2), writer="new", versions="kintsugi 2")
+        assert report.with_part(own, AT).on_probation("kintsugi 2") is on_probation
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "lacking"),
+    [
+        ([200] * 5, None),
+        ([100] * 4, None),
+        ([400] * 2, None),
+        ([511], None),
+        ([63] * 5, "chunks of about 63 tokens were hardly measured yet"),
+        ([512] * 5, "chunks of about 512 tokens were hardly measured yet"),
+        ([200] * 8, None),
+        ([200] * 16, "prompts with 16 chunks were hardly measured yet"),
+        ([200] * 1, None),
+    ],
+)
+def test_chunks_unlike_those_that_were_measured_are_refused(
+    chunk_tokens: list[int], lacking: str | None
+) -> None:
+    assert Allowance(LADDER[:1], tally_of(40)).lacks(chunk_tokens) == lacking
+
+
+def test_some_pairs_of_a_size_are_too_few() -> None:
+    few = tally_of(7, chunk_tokens=2000) + tally_of(40)
+    assert Allowance(LADDER[:1], few).lacks([2000] * 4) is not None
+    assert Allowance(LADDER[:1], few + tally_of(1, chunk_tokens=2000)).lacks([2000] * 4) is None
+
+
+# --- Parts
+
+
+def test_parts_of_two_writers_add() -> None:
+    half = entry_of(pairs=needed_pairs() // 2 + 1)
+    report = report_of(part_of(half))
+    assert allowance(report) is None
+    report = report.with_part(part_of(half, writer="other"), AT)
+    assert report.tally(CELL, SOURCE, SAFEST).pairs == 2 * half.tally.pairs
+    assert allowance(report) is not None
+
+
+def test_a_writers_newer_part_replaces_its_older_one() -> None:
+    report = report_of(part_of(entry_of(pairs=5)), part_of(entry_of(pairs=7), writer="other"))
+    report = report.with_part(part_of(entry_of(pairs=6)), "2026-01-03")
+    assert report.tally(CELL, SOURCE, SAFEST).pairs == 13
+    assert report.created == "2026-01-03"
+
+
+def many_parts(number: int) -> Report:
+    report = report_of()
+    for index in range(number):
+        one = part_of(
+            entry_of(pairs=3),
+            entry_of(TENANTS[index % 8], pairs=index + 1, slot=2 + index % 8),
+            writer=f"writer {index}",
+            at=f"2026-01-01T00:{index:02}:00",
+            closings=[closing(TENANTS[0], index)] if index % 10 == 9 else (),
+        )
+        report = report.with_part(one, AT)
+    return report
+
+
+def test_folding_old_parts_loses_nothing() -> None:
+    number = PARTS_MAX + 24
+    report = many_parts(number)
+    assert len(report.parts) == PARTS_MAX
+    assert report.tally(CELL, SOURCE, SAFEST).pairs == 3 * number
+    assert len(report.closings) == report.epoch(TENANTS[0]) == 4
+    for index, tenant in enumerate(TENANTS[1:], 1):
+        pairs = sum(one + 1 for one in range(index, number, 8))
+        assert report.tally(CELL, tenant, SAFEST).pairs == pairs
+    assert Report.from_bytes(report.to_bytes()) == report
+
+
+@pytest.mark.parametrize("writer", ["writer 0", "writer 3", "writer 4"])
+def test_a_folded_writer_is_not_counted_twice_and_replaces_nothing(writer: str) -> None:
+    report = many_parts(PARTS_MAX + 4)
+    assert writer in report.parts[0].folded
+    late = part_of(entry_of(pairs=4), writer=writer, at="2026-01-02")
+    after = report.with_part(late, "2026-01-02")
+    assert after.tally(CELL, SOURCE, SAFEST) == report.tally(CELL, SOURCE, SAFEST)
+
+
+def test_folded_evidence_of_other_versions_confirms_none() -> None:
+    report = report_of()
+    for index in range(PARTS_MAX + 1):
+        versions = VERSIONS if index else "kintsugi 0"
+        one = part_of(entry_of(pairs=1), writer=str(index), versions=versions, at=f"2026-01-01T00:{index:02}")
+        report = report.with_part(one, AT)
+    counted = sum(part.entries[0].tally.pairs for part in report.parts if part.versions == VERSIONS)
+    assert counted == PARTS_MAX - 1
+    assert report.tally(CELL, SOURCE, SAFEST).pairs == PARTS_MAX + 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, InvalidSpan, UnknownField
-from kintsugi.core.plan import Selection, apply_options
+from kintsugi.core.plan import Selection, apply_options, selection_of
 from kintsugi.core.request import (
     OPTION_NAMES,
     PARAMS_KEY,
@@ -21,6 +21,8 @@ from kintsugi.core.request import (
     KintsugiParams,
     Op,
     SelectorName,
+    Trial,
+    check_foreign,
     check_spans,
     longest_ttl,
 )
@@ -209,3 +211,27 @@ def test_a_selection_takes_what_a_request_chooses() -> None:
 def test_no_lifetime_is_the_longest() -> None:
     assert longest_ttl(60.0, 5.0) == 60.0
     assert longest_ttl(60.0, None) is longest_ttl(None, 60.0) is None
+
+
+def test_a_trial_is_of_exactly_one_configuration_and_one_of_a_kind() -> None:
+    selection = Selection(0.4, SelectorName.QUERY, 3, (1, 2), 0.5)
+    one, other = Trial.of(selection), Trial.of(selection)
+    assert selection_of(one) == selection_of(other) == selection
+    assert one.tag != other.tag
+    params = KintsugiParams("acme", trial=one)
+    text = json.dumps(params.to_mapping())
+    assert KintsugiParams.from_mapping(json.loads(text)[PARAMS_KEY]) == params
+
+
+@pytest.mark.parametrize("tag", ["", "ab", "g" * 32, "A" * 32, "a" * 33])
+def test_a_trials_tag_has_its_form(tag: str) -> None:
+    with pytest.raises(InvalidField, match=r"trial\.tag"):
+        Trial(tag, 0.4, "query", 1)
+
+
+def test_only_the_engine_itself_requests_audits_and_trials() -> None:
+    check_foreign(parse())
+    with pytest.raises(InvalidField, match="op: audit is for the engine itself"):
+        check_foreign(KintsugiParams("acme", Op.AUDIT, (Span(0, 2),)))
+    with pytest.raises(InvalidField, match="trial: is for the engine itself"):
+        check_foreign(KintsugiParams("acme", trial=Trial.of(Selection(0.4))))

@@ -14,6 +14,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import __version__ as vllm_version
+
+from kintsugi import __version__
 from kintsugi.core.errors import (
     InvalidField,
     KintsugiError,
@@ -21,7 +24,7 @@ from kintsugi.core.errors import (
     Unavailable,
     UnknownField,
 )
-from kintsugi.core.exchange import EngineDelta, EngineRequest, OpenAICall, SaveState, Usage
+from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, SaveState, Usage
 from kintsugi.core.gate import GateState
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import Span, TokenIds
@@ -37,7 +40,7 @@ from kintsugi.engine.scheduler.hashing import split_salt
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.store.client.ram import RamStore
-from tests.unit.core.test_report import BINDING
+from tests.fakes.reports import BINDING, VERSIONS, open_report, report_of
 
 PROMPT = TokenIds.of([0, 5, 70_000])
 ACCOUNTING = {"outcome": "declined", "reason": "no_chunk_cached"}
@@ -110,7 +113,7 @@ class ScriptedClient:
 
 def engine_over(client: ScriptedClient, **values: Any) -> AsyncEngine:
     spec = AsyncSpec(str(bundled_checkpoint()), "mine", "grpc://127.0.0.1:1", **values)
-    return AsyncEngine(spec, EngineParts(client, RamStore(), Gate.fixed(BINDING, GateState(None, "")), None))
+    return AsyncEngine(spec, EngineParts(client, RamStore(), Gate.fixed(BINDING, GateState()), None))
 
 
 def request(**changes: Any) -> EngineRequest:
@@ -227,13 +230,13 @@ AUDIT = KintsugiParams("acme", Op.AUDIT, (Span(1, 3),))
 def test_nobody_outside_the_engine_asks_for_an_audit() -> None:
     client = ScriptedClient()
     engine = engine_over(client)
-    with pytest.raises(InvalidField, match="audit belongs to shadowing"):
+    with pytest.raises(InvalidField, match="audit is for the engine itself"):
         asyncio.run(answer(engine, dataclasses.replace(request(), params=AUDIT)))
 
     async def ask() -> None:
         await anext(engine.openai(OpenAICall("o", "/v1/completions", {}, AUDIT)))
 
-    with pytest.raises(InvalidField, match="audit belongs to shadowing"):
+    with pytest.raises(InvalidField, match="audit is for the engine itself"):
         asyncio.run(ask())
     assert client.asked == []
 
@@ -293,6 +296,38 @@ def test_with_a_context_both_copies_are_saved_or_the_chunk_has_failed() -> None:
     )
     assert outcome.state is SaveState.FAILED
     assert "exceed the model's 16" in outcome.reason
+
+
+def info_of(state: GateState, changed: str | None = None) -> EngineInfo:
+    engine = engine_over(ScriptedClient())
+    engine.gate.state = state
+    engine._watched.weights_changed = changed
+    return asyncio.run(engine.info())
+
+
+def test_an_engine_says_what_is_open_and_how_far_the_evidence_is() -> None:
+    opened = info_of(GateState(report=open_report(rungs=2), versions=VERSIONS))
+    assert (opened.blending, opened.selector, opened.ratio) == ("on", "query", 0.4)
+    assert (opened.ratios_min, opened.progress.state) == ({"query": 0.4}, "open")
+    learning = info_of(GateState(report=report_of(), versions=VERSIONS))
+    assert learning.blending == "learning: no prompt was measured yet"
+    assert (learning.ratio, learning.ratios_min, learning.progress.state) == (None, {}, "learning")
+    untested = info_of(GateState())
+    assert (untested.blending, untested.ratio, untested.ratios_min) == ("on", 0.15, None)
+    assert (untested.version, untested.vllm) == (__version__, vllm_version)
+
+
+@pytest.mark.parametrize("state", [GateState(), GateState(report=open_report(), versions=VERSIONS)])
+def test_an_engine_that_cannot_blend_says_so_whatever_is_open(state: GateState) -> None:
+    info = info_of(state, "weights_changed: load_weights was called")
+    assert (info.blending, info.ratio) == ("weights_changed: load_weights was called", None)
+    assert (info.progress.state, info.progress.detail) == ("closed", info.blending)
+
+
+def test_an_engine_without_a_report_says_why() -> None:
+    info = info_of(GateState("report_unavailable", "no route; it is read again later"))
+    assert info.blending == "report_unavailable: no route; it is read again later"
+    assert info.progress.state == "closed"
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

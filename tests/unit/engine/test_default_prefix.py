@@ -86,7 +86,7 @@ def test_a_template_that_gives_no_prefix_asks_for_one(tmp_path: Path) -> None:
 def test_the_bundled_report_is_of_the_prefix_that_engines_use() -> None:
     binding = reports.read(bundled_report()).binding
     head = load_form(bundled_checkpoint()).head
-    assert binding.prefix == binding.of(_fingerprint(), head, "raw", "0", "0").prefix
+    assert binding.prefix == binding.of(_fingerprint(), head, "raw").prefix
 
 
 def _fingerprint() -> Any:

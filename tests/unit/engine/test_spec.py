@@ -9,6 +9,7 @@ import pytest
 
 from kintsugi.core.deploy import EngineExpert, EngineSpec, ModelExpert, ModelSpec
 from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.evidence import Quality
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import tokenize_context
@@ -36,7 +37,7 @@ def test_the_reference_model_keeps_its_name_and_loads_from_the_cache(
 def test_what_is_configured_reaches_vllm_and_the_connector() -> None:
     model = ModelSpec("m", codec="int8")
     engines = EngineSpec(
-        allow_uncalibrated=True,
+        quality="off",
         vllm={"max_num_seqs": 4, "tool_call_parser": "hermes"},
         expert=EngineExpert(ratio=0.4, load_deadline_ms=900),
     )
@@ -44,7 +45,7 @@ def test_what_is_configured_reaches_vllm_and_the_connector() -> None:
     assert spec.vllm_args == {"max_num_seqs": 4}
     assert spec.openai.tool_call_parser == "hermes"
     config = spec.config
-    assert (config.codec, config.ratio, config.allow_uncalibrated) == ("int8", 0.4, True)
+    assert (config.codec, config.ratio, config.quality) == ("int8", 0.4, Quality.OFF)
     assert (config.lookup_deadline_ms, config.layer_deadline_ms) == (900, 900)
     assert config.prefix_token_ids is None
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from kintsugi.core.accounting import TICKET, TOLD
-from kintsugi.core.request import KintsugiParams, Op, SelectorName
+from kintsugi.core.plan import Selection
+from kintsugi.core.request import KintsugiParams, Op, SelectorName, Trial
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, Prompt
-from kintsugi.engine.watching import TOLD_S, LoadMeter, WatchedClient, prefill_in_full
+from kintsugi.engine.watching import TOLD_S, LoadMeter, WatchedClient, blend_trial, prefill_in_full
 
 ACCOUNTING = {"outcome": "blended"}
 
@@ -360,7 +361,7 @@ class PrefillingClient:
             outputs=[completion],
             finished=True,
             prompt_logprobs=[None, *rows] if sampling.prompt_logprobs else None,
-            kv_transfer_params=None,
+            kv_transfer_params={"kintsugi": {"pass": len(self.passes)}},
             num_cached_tokens=0,
         )
 
@@ -398,3 +399,18 @@ def test_the_first_position_alone_takes_one_pass(forced: tuple[int, ...] | None,
     client = PrefillingClient(0, whole_prompt=True, prefix_cache=prefix_cache)
     full = prefilled(client, 20, forced)
     assert len(client.passes) == len(full.top_logprobs) == len(full.token_ids) == 1
+
+
+def test_a_trial_along_an_answer_takes_two_passes_over_the_same_kv() -> None:
+    pytest.importorskip("vllm")
+    client = PrefillingClient(cached=16, whole_prompt=True)
+    params = KintsugiParams("acme", trial=Trial.of(Selection(0.4)))
+    prompt = Prompt(list(range(20)), params, top_logprobs=3, forced=(41, 42, 43))
+    blend = asyncio.run(blend_trial(client, prompt, "r", 7))
+    assert [max(step, key=lambda token: step[token]) for step in blend.top_logprobs] == [1020, 1021, 1022]
+    assert blend.accounting == {"pass": 1}, "the second one blends nothing anew"
+    (first, salt, asked), (second, same_salt, again) = client.passes
+    assert (first, second) == (list(range(20)), [*range(20), 41, 42])
+    assert salt == same_salt == "acme"
+    assert asked.extra_args == again.extra_args == {"kv_transfer_params": params.to_mapping()}
+    assert not again.skip_reading_prefix_cache, "such a request would be prefilled in full"

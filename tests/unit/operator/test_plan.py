@@ -353,10 +353,19 @@ def test_gpus_are_asked_for_and_used() -> None:
     assert args["engines"]["vllm"] == {"tensor_parallel_size": 2}
 
 
+def test_quality_is_told_to_the_engines_in_place() -> None:
+    strict = spec_of(engines={"quality": "strict"})
+    name = f"acme-{EngineRevision.of(spec_of()).name}"
+    assert f"acme-{EngineRevision.of(strict).name}" == name
+    service = named(objects_of(strict), "RayService", name)
+    args = json.loads(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert args["engines"]["quality"] == "strict"
+
+
 def environments(objects: tuple[Manifest, ...]) -> dict[str, list[Manifest]]:
-    """The containers' environments, by the role of their pods; a calibration's pod has none."""
+    """The containers' environments, by the role of their pods."""
     return {
-        template["metadata"]["labels"].get(LABEL_ROLE, "calibration"): container["env"]
+        template["metadata"]["labels"][LABEL_ROLE]: container["env"]
         for template in pod_templates(objects)
         for container in template["spec"]["containers"]
     }
@@ -383,16 +392,10 @@ def test_variables_reach_the_pods_they_are_for_and_no_others() -> None:
         role: [one for one in env if one not in environments(plain)[role]]
         for role, env in environments(told).items()
     }
-    calibration = [
-        one
-        for template in pod_templates(tuple(each for each in told if each["kind"] == "RayJob"))
-        for one in template["spec"]["containers"][0]["env"]
-    ]
     assert added["gateway"] == [host, collector]
     assert added["engine"] == [proxy]
     assert added["shard"] == [{"name": "MALLOC_ARENA_MAX"}]
-    assert proxy in calibration
-    assert collector not in calibration
+    assert added["head"] == []
 
 
 @PROPERTY
@@ -416,7 +419,7 @@ def test_what_may_be_called_is_what_the_spec_names() -> None:
     plain = objects_of(spec_of(network={"downloads": False}))
     (policy,) = [one["spec"] for one in objects if one not in plain]
     (expression,) = policy["podSelector"]["matchExpressions"]
-    assert expression["values"] == ["service", "calibration", "corpus"]
+    assert expression["values"] == ["service", "corpus"]
     assert policy["policyTypes"] == ["Egress"]
     _, collector, proxy, anywhere = policy["egress"]
     assert collector["to"] == [
@@ -608,4 +611,4 @@ def test_each_client_of_the_store_is_given_its_own_token_alone() -> None:
         given.setdefault(template["metadata"]["labels"][LABEL_ROLE], []).extend(keys)
     token = [("token", "/etc/kintsugi/store-token/token")]
     assert given.pop("shard") == [("tokens.yaml", "/etc/kintsugi/store-tokens/tokens.yaml"), *token]
-    assert given == {"engine": token, "gateway": token, "head": token}
+    assert given == {"engine": token, "gateway": token, "head": []}

@@ -35,7 +35,7 @@ ADDED: dict[str, Any] = {
     "volumeMounts": [{"name": "cache", "mountPath": "/cache", "readOnly": True}],
 }
 ROLES_OF = {
-    "engines": {"engine", "calibration"},
+    "engines": {"engine"},
     "store": {"shard"},
     "gateway": {"gateway"},
     "heads": {"head"},
@@ -44,9 +44,7 @@ ROLES_OF = {
 
 
 def role_of(template: Manifest) -> str:
-    """A calibration's head is a pod of engines, and told apart by its part."""
-    labels = template["metadata"]["labels"]
-    return "calibration" if labels["kintsugi.dev/part"] == "calibration" else str(labels[LABEL_ROLE])
+    return str(template["metadata"]["labels"][LABEL_ROLE])
 
 
 def is_added(template: Manifest) -> bool:

@@ -87,8 +87,6 @@ class World:
         self.kuberay.serve("acme-store")
         self.kuberay.serve(f"acme-{OLD}")
         self.settle()
-        self.kuberay.finish(*[one for one in self.cluster.named("RayJob") if "calibrate" in one])
-        self.settle()
 
     def condition(self, type_: str, name: str = "acme", kind: str = "BlendService") -> dict[str, Any]:
         conditions = self.cluster.find(kind, name)["status"]["conditions"]
@@ -116,7 +114,6 @@ def world() -> World:
 def test_a_service_becomes_objects_and_then_nothing_is_written(world: World) -> None:
     world.up()
     assert world.condition("Ready")["status"] == "True"
-    assert world.condition("Calibrated")["status"] == "True"
     assert FINALIZER in world.cluster.find("BlendService", "acme")["metadata"]["finalizers"]
     before = world.cluster.writes.copy()
     world.now += timedelta(hours=1)
@@ -214,7 +211,7 @@ def test_a_bad_spec_leaves_what_runs_alone(world: World) -> None:
     assert world.condition("Ready")["status"] == "True"
 
 
-def test_another_model_serves_only_once_it_may(world: World) -> None:
+def test_another_model_serves_once_its_engines_are_ready(world: World) -> None:
     world.up()
     store = copy.deepcopy(world.cluster.find("RayService", "acme-store")["spec"])
     world.make(model={"path": "/models/other"}, image="registry.example/kintsugi/serving-cpu:2")
@@ -224,15 +221,11 @@ def test_another_model_serves_only_once_it_may(world: World) -> None:
     ).name
     assert {f"acme-{OLD}", f"acme-{new}"} <= set(world.cluster.named("RayService"))
     assert world.serving() == OLD
+    assert world.condition("RolledOut")["reason"] == "Starting"
     world.kuberay.serve(f"acme-{new}")
     world.settle()
-    assert world.condition("RolledOut")["reason"] == "Calibrating"
-    assert world.serving() == OLD
-    (job,) = [one for one in world.cluster.named("RayJob") if "calibrate" in one]
-    assert "/models/other" in world.cluster.find("RayJob", job)["spec"]["entrypoint"]
-    world.kuberay.finish(job)
-    world.settle()
     assert world.serving() == new
+    assert world.cluster.named("RayJob") == []
     # The old engines end what they began, then go.
     assert f"acme-{OLD}" in world.cluster.named("RayService")
     world.now += timedelta(seconds=RETIRE_AFTER_S + 1)
@@ -241,23 +234,6 @@ def test_another_model_serves_only_once_it_may(world: World) -> None:
     assert f"acme-revision-{OLD}" not in world.cluster.named("ConfigMap")
     assert world.cluster.find("RayService", "acme-store")["spec"] == store
     assert not world.cluster.evicted
-
-
-def test_a_model_that_does_not_blend_is_not_switched_to(world: World) -> None:
-    world.up()
-    world.make(model={"path": "/models/other"})
-    world.settle()
-    new = EngineRevision.of(spec_of(model={"path": "/models/other"})).name
-    world.kuberay.serve(f"acme-{new}")
-    world.settle()
-    (job,) = [one for one in world.cluster.named("RayJob") if "calibrate" in one]
-    world.kuberay.finish(job, "FAILED", message="no selector passes")
-    world.settle()
-    assert world.serving() == OLD
-    calibrated = world.condition("Calibrated")
-    assert calibrated["reason"] == "Failed"
-    assert "no selector passes" in calibrated["message"]
-    assert "engines.calibrate" in calibrated["message"]
 
 
 def test_a_restart_in_the_middle_changes_nothing(world: World) -> None:
@@ -484,8 +460,6 @@ def test_a_corpus_is_filled_and_waited_for(world: World) -> None:
     world.settle()
     new = EngineRevision.of(spec_of(model={"path": "/models/other"})).name
     world.kuberay.serve(f"acme-{new}")
-    world.settle()
-    world.kuberay.finish(*[one for one in world.cluster.named("RayJob") if "calibrate" in one])
     world.settle()
     assert world.condition("RolledOut")["reason"] == "Warming"
     run(world.reconciler.corpus("default", "docs"))

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.crd import crds
+from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.desired.plan import plan_service
 from kintsugi_operator.objects.deployed import EngineRevision
+from kintsugi_operator.objects.jobs import corpus_job
 from kintsugi_operator.objects.names import ANNOTATION_CLUSTER, LABEL_NAME, LABEL_REVISION, LABEL_ROLE
 from kintsugi_operator.objects.pods import AGENT_PORT, DASHBOARD_PORT, Manifest
 from kintsugi_operator.observed.views import Observed, RayServiceView
@@ -57,9 +60,11 @@ def test_heads_and_jobs_are_ready_when_ray_is() -> None:
     """A job's driver waits for its workers, so nothing of ours may decide whether they are ready."""
     assert probe(role("head", "store"), "readinessProbe") == ("/api/gcs_healthz", DASHBOARD_PORT)
     assert probe(role("head", "service"), "readinessProbe") == ("/api/gcs_healthz", DASHBOARD_PORT)
-    (job,) = [one for one in objects_of(spec_of()) if one["kind"] == "RayJob"]
-    for template in pod_templates((job,)):
-        assert probe(template, "readinessProbe") == ("/api/gcs_healthz", DASHBOARD_PORT)
+    corpus = from_manifest(CorpusPrecomputeSpec, {"service": "acme", "namespace": "n", "source": "/corpus/x"})
+    job = corpus_job(corpus, OWNER, spec_of(), EngineRevision.of(spec_of()), "r-x-1")
+    head, worker = pod_templates((job,))
+    assert probe(head, "readinessProbe") == ("/api/gcs_healthz", DASHBOARD_PORT)
+    assert probe(worker, "readinessProbe") == ("/api/local_raylet_healthz", AGENT_PORT)
 
 
 def test_pods_of_ray_leave_kuberay_the_label_that_its_services_select() -> None:

@@ -77,7 +77,6 @@ def test_a_service_is_current_once_it_serves(world: World) -> None:
     world.kuberay.serve("acme-store")
     world.kuberay.serve(f"acme-{OLD}")
     world.settle()
-    assert world.condition("Calibrated")["status"] != "True", "a first model serves while it is calibrated"
     assert seen(world) == CURRENT
     change_spec(world, store={"shards": 2})
     assert seen(world) == IN_PROGRESS, "nobody has looked at this generation"
@@ -100,7 +99,7 @@ def test_a_spec_that_cannot_work_has_failed_until_it_is_mended(world: World) -> 
     assert seen(world) == CURRENT
 
 
-def test_another_model_is_in_progress_until_it_serves_and_has_failed_where_it_may_not(world: World) -> None:
+def test_another_model_is_in_progress_until_it_serves(world: World) -> None:
     world.up()
     change_spec(world, model={"path": "/models/other"})
     world.settle()
@@ -108,11 +107,7 @@ def test_another_model_is_in_progress_until_it_serves_and_has_failed_where_it_ma
     new = EngineRevision.of(spec_of(model={"path": "/models/other"})).name
     world.kuberay.serve(f"acme-{new}")
     world.settle()
-    assert seen(world) == IN_PROGRESS
-    (job,) = [one for one in world.cluster.named("RayJob") if "calibrate" in one]
-    world.kuberay.finish(job, "FAILED", message="no selector passes")
-    world.settle()
-    assert seen(world) == FAILED
+    assert seen(world) == CURRENT
 
 
 def test_a_corpus_is_current_once_its_job_runs(world: World) -> None:
@@ -125,14 +120,14 @@ def test_a_corpus_is_current_once_its_job_runs(world: World) -> None:
     world.up()
     assert look() == IN_PROGRESS
     assert look() == CURRENT
-    (job,) = [one for one in world.cluster.named("RayJob") if "calibrate" not in one]
+    (job,) = world.cluster.named("RayJob")
     world.kuberay.finish(job, "FAILED", message="no such bucket")
     assert look() == FAILED
 
 
 def test_at_most_one_of_reconciling_and_stalled_is_true() -> None:
     """kstatus takes the first, in whatever order they stand."""
-    both = [c.false(c.ROLLED_OUT, "Blocked", "no"), c.false(c.STORE, "ShardsMissing", "1 of 2")]
+    both = [c.false(c.SHARDS, "RestartNeeded", "no"), c.false(c.STORE, "ShardsMissing", "1 of 2")]
     reconciling, stalled = c.summarise_progress(both)
     assert (reconciling.status, stalled.status) == ("False", "True")
 
@@ -194,8 +189,6 @@ def test_events_tell_what_happened_to_a_service_and_nothing_is_told_at_rest(worl
     assert events(world) == [
         ("Normal", "Serving"),
         ("Normal", "StoreReady"),
-        ("Normal", "CalibrationStarted"),
-        ("Normal", "Calibrated"),
     ]
     before = world.cluster.writes.copy()
     for _ in range(3):
@@ -241,9 +234,6 @@ def test_events_tell_of_a_model_that_is_changed_and_of_a_service_that_is_drained
     world.settle()
     new = EngineRevision.of(spec_of(model={"path": "/models/other"})).name
     world.kuberay.serve(f"acme-{new}")
-    world.settle()
-    (job,) = [one for one in world.cluster.named("RayJob") if "calibrate" in one]
-    world.kuberay.finish(job)
     world.settle()
     reasons = [reason for _, reason in events(world)]
     assert reasons.index("RolloutStarted") < reasons.index("ModelChanged")

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from kintsugi.core.accounting import Accounting, ChunkAudit, Outcome
-from kintsugi.core.baseline import Baseline
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
-from kintsugi.core.plan import Selection
+from kintsugi.core.plan import Selection, selection_of
 from kintsugi.core.prompt import PromptChunk, RagPrompt
-from kintsugi.core.report import CalibrationReport, Thresholds
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality.measure import Case
 from kintsugi.quality.questions import Question
 from kintsugi.store.client.ram import RamStore
-from tests.unit.core.test_report import BINDING, DOMAIN, QUIET, SEARCH, entry
 
 VOCABULARY = 8
 RIGHT = 5
@@ -60,19 +57,17 @@ class FakeEngine:
 
     def __init__(self, full_is_right: bool = True) -> None:
         self.full_token = RIGHT if full_is_right else 1
-        self.selection = Selection(0.15)
         self.saved: list[tuple[int, ...]] = []
         self.submitted: list[Prompt] = []
         self.accounting: dict[str, Any] = {"outcome": "blended", "chunks_missed": 0}
         self.save_outcome: dict[str, Any] = {"outcome": "saved"}
         self.finish_reason = "length"
-        self.right_from = lambda selection, index: selection.ratio >= 0.15 or index % 2 == 0
+        self.right_from: Callable[[Selection, int], bool] = lambda selection, index: (
+            selection.ratio >= 0.15 or index % 2 == 0
+        )
         self.error_of = lambda token_ids: 0.0
         """By a chunk's tokens behind the prefix, how far an audit finds its values off."""
         self.audited: list[Prompt] = []
-
-    def plan_with(self, selection: Selection) -> None:
-        self.selection = selection
 
     def reset_prefix_cache(self) -> None:
         pass
@@ -96,8 +91,10 @@ class FakeEngine:
         if prompt.params.op is Op.AUDIT:
             return self._audit(prompt)
         assert prompt.params.op is Op.BLEND
-        right = self.right_from(self.selection, prompt.token_ids[-1])
-        accounting = {**self.accounting, "cost": self.selection.ratio}
+        assert prompt.params.trial is not None
+        selection = selection_of(prompt.params.trial)
+        right = self.right_from(selection, prompt.token_ids[-1])
+        accounting = {**self.accounting, "cost": selection.ratio}
         return self._finish(answer(self.full_token if right else 2, 0.99, accounting, prompt))
 
     def _audit(self, prompt: Prompt) -> Generation:
@@ -125,18 +122,6 @@ def answer(
         num_cached_tokens=0,
         accounting=accounting,
     )
-
-
-def good_report() -> CalibrationReport:
-    report = CalibrationReport.of(
-        BINDING, "2026-01-01T00:00:00+00:00", "test", 1, QUIET, Thresholds(), DOMAIN, SEARCH, [entry()]
-    )
-    return dataclasses.replace(report, baseline=baseline_of(32))
-
-
-def baseline_of(positions: int) -> Baseline:
-    """Calibrated prompts without any deviation."""
-    return Baseline.of([[0.0] * positions] * 96, [[False] * positions] * 96)
 
 
 def put_chunk(store: RamStore, space: ChunkSpace, chunk: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import Quantity
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
@@ -37,14 +36,31 @@ def test_a_chunk_that_cannot_be_stored_ends_it() -> None:
 
 def test_a_blend_is_compared_with_full_prefill() -> None:
     one = bench(FakeEngine())
-    good = measure_selection(one, GOOD, range(10)).entry
-    assert (good.exact_match, good.exact_match_full, good.top1_agreement) == (1.0, 1.0, 1.0)
-    assert (good.kl_mean, good.cost, good.num_prompts, good.num_positions) == (0.0, 0.2, 10, 10)
-    bad = measure_selection(one, BAD, range(10)).entry
-    assert (bad.exact_match, bad.f1, bad.top1_agreement) == (0.5, 0.5, 0.5)
+    good = measure_selection(one, GOOD, range(10))
+    assert (good.kl_mean, good.cost, good.top1_agreement) == (0.0, pytest.approx(0.2), 1.0)
+    assert [score.right for score in good.by_prompt] == [(1.0, 1.0)] * 10
+    bad = measure_selection(one, BAD, range(10))
+    assert bad.top1_agreement == 0.5
+    assert [score.right for score in bad.by_prompt] == [(1.0, 1.0), (0.0, 1.0)] * 5
+    assert [score.f1 for score in bad.by_prompt] == [(1.0, 1.0), (0.0, 1.0)] * 5
     wrong = metrics.kl_divergence(distribution(RIGHT, 0.99), distribution(2, 0.99))
     assert bad.kl_mean == pytest.approx(wrong / 2, abs=1e-5)
     assert bad.kl_p99 == pytest.approx(wrong, abs=1e-5)
+
+
+def test_each_prompt_is_a_pair_of_evidence() -> None:
+    good, wrong = measure_selection(bench(FakeEngine()), BAD, range(2)).by_prompt
+    tally = good.tally([100, 200])
+    assert (tally.loss, tally.answers, tally.cost, tally.sizes) == (0.0, ((0, 1),), 0.1, ((7, 1),))
+    lost = wrong.tally([100, 200])
+    assert (lost.loss, lost.answers, lost.changed) == (1.0, ((1, 1),), 1.0)
+
+
+def test_without_answers_exact_match_stays_unknown() -> None:
+    one = Bench(FakeEngine(), [case(0, answers=())], 1)
+    (score,) = measure_selection(one, GOOD, [0]).by_prompt
+    assert score.right is score.f1 is None
+    assert score.tally([4]).answers == ()
 
 
 def test_full_prefill_runs_once() -> None:
@@ -61,15 +77,16 @@ def test_an_answer_that_parts_is_forced_along_full_prefills() -> None:
     forced = [prompt for prompt in engine.submitted if prompt.forced is not None]
     assert [prompt.forced for prompt in forced] == [(RIGHT,) * 3] * 5
     assert all(prompt.params is not None for prompt in forced)
-    assert scores.entry.num_positions == 30
+    assert [len(score.divergences) for score in scores.by_prompt] == [3] * 10
     assert scores.blend[1].text == "w2 w2 w2", "what it says by itself is what is scored"
 
 
-def test_noise_is_full_against_full_in_other_company() -> None:
+def test_where_no_answer_is_scored_all_blends_are_forced_in_one_pass() -> None:
     engine = FakeEngine()
-    noise = bench(engine).noise(range(10))
-    assert (noise.kl_mean, noise.kl_p99, noise.top1_agreement) == (0.0, 0.0, 1.0)
-    assert sum(prompt.params is None for prompt in engine.submitted) == 20
+    scores = measure_selection(bench(engine, max_tokens=3), BAD, range(10), is_free=False)
+    blends = [prompt for prompt in engine.submitted if prompt.params is not None]
+    assert [prompt.forced for prompt in blends] == [(RIGHT,) * 3] * 10
+    assert scores.top1_agreement == 0.5
 
 
 @pytest.mark.parametrize(
@@ -92,7 +109,7 @@ def test_results_by_task() -> None:
     cases = [case(index, task="alias" if index < 4 else "code") for index in range(10)]
     one = Bench(engine, cases, 1)
     scores = measure_selection(one, BAD, range(10))
-    assert scores.of_task("alias").entry.num_prompts == 4
+    assert len(scores.of_task("alias").by_prompt) == 4
 
 
 def test_prompts_that_do_not_fit_are_left_out_with_a_warning() -> None:
@@ -146,10 +163,12 @@ def test_the_token_that_ends_an_answer_is_not_compared() -> None:
     engine = FakeEngine()
     engine.finish_reason = "stop"
     scores = measure_selection(bench(engine, max_tokens=3), BAD, range(10))
-    assert scores.entry.num_positions == 20
+    assert [len(score.divergences) for score in scores.by_prompt] == [2] * 10
     assert all(prompt.forced == (RIGHT,) * 2 for prompt in engine.submitted if prompt.forced is not None)
     alone = measure_selection(bench(engine, max_tokens=1), BAD, range(10))
-    assert alone.entry.num_positions == 10, "an answer of nothing else keeps it"
+    assert [len(score.divergences) for score in alone.by_prompt] == [1] * 10, (
+        "an answer of nothing else keeps it"
+    )
 
 
 def test_exact_match_and_f1_are_each_kept_whatever_the_other_answers_are() -> None:
@@ -158,18 +177,6 @@ def test_exact_match_and_f1_are_each_kept_whatever_the_other_answers_are() -> No
     scores = measure_selection(Bench(FakeEngine(), cases, 1), GOOD, range(3)).by_prompt
     assert [one.right for one in scores] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
     assert [one.f1 and round(one.f1[0], 3) for one in scores] == [1.0, 0.667, 0.0]
-
-
-def test_losses_are_one_number_a_prompt() -> None:
-    bad = measure_selection(bench(FakeEngine(), max_tokens=3), BAD, range(2)).by_prompt
-    assert bad[0].losses.by_quantity == dict.fromkeys(Quantity, 0.0)
-    assert bad[1].losses.by_quantity == {
-        Quantity.KL: 1.0,
-        Quantity.DISAGREEMENT: 1.0,
-        Quantity.EXACT_MATCH: 0.0,
-        Quantity.F1: 0.5,
-    }, "full prefill's three words are no exact match either"
-    assert max(bad[1].divergences) > 1.0
 
 
 def test_chunks_are_stored_as_they_are_needed() -> None:

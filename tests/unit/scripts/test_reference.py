@@ -19,8 +19,8 @@ from kintsugi_operator.api.crd import crds
 from tests.unit.surface import snapshot
 
 REPOSITORY = Path(__file__).parents[3]
-METRIC = re.compile(r"\bkintsugi_(?:blend|gateway|http|requests|shadow|store|ttft)[a-z_]*")
-"""Ends with an underscore where a page names several, as `kintsugi_shadow_*`."""
+METRIC = re.compile(r"\bkintsugi_(?:blend|gateway|http|quality|requests|store|ttft)[a-z_]*")
+"""Ends with an underscore where a page names several, as `kintsugi_quality_*`."""
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,18 @@ from unittest.mock import MagicMock, Mock
 
 from prometheus_client import CollectorRegistry
 
+from kintsugi.core.gate import Progress
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.quality.effect import ShadowCounts
+from kintsugi.quality.stream import StreamCounts
+from kintsugi.serving.learning import LearningMetrics
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.shard.eviction.room import Counters
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi_operator.controller.metrics import OperatorMetrics
+
+_OPEN = Progress("open", "", 40, 9, 0.5, 0.001, 0.01, 0.1, 0.2, 0.125)
+"""Progress with a value for every metric."""
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -87,7 +92,7 @@ def families() -> dict[str, dict[str, Family]]:
     return {
         "shard": _shard(),
         "gateway": asyncio.run(_gateway()),
-        "engine": {**_engine(), **_families(_registry_of(ShadowCounts()))},
+        "engine": {**_engine(), **_families(_registry_of(LearningMetrics(StreamCounts(), lambda: _OPEN)))},
         "operator": _families(metrics.registry),
     }
 

@@ -17,19 +17,11 @@ import lmdb
 import pytest
 import torch
 
+from kintsugi.core.evidence import Deviation, Tally
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, LayerGroup, Part, PartKind, SideKind
 from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import Domain, LengthRange
-from kintsugi.core.report import (
-    Binding,
-    CalibrationReport,
-    LossBound,
-    Noise,
-    Quantity,
-    ReportEntry,
-    Search,
-    Thresholds,
-)
+from kintsugi.core.report import Binding, Cell, Closing, Entry, Opening, Report
+from kintsugi.core.report import Part as QualityPart
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of, token_bytes
 from kintsugi.fusor.codecs import decode_frame, encode_frame
 from kintsugi.gateway.texts.known_chunks import KnownChunks
@@ -53,7 +45,7 @@ RECORD = pb.CatalogRecord(
     recompute_ms=2.5,
     charged_bytes=320,
 )
-BINDING = Binding.of(SPACE.fingerprint, (0,), "raw", "0.32.0", "0.1.0")
+BINDING = Binding.of(SPACE.fingerprint, (0,), "raw")
 TEXT = "The quick brown fox jumps over the lazy dog again."
 
 
@@ -161,24 +153,23 @@ def test_frame(codec: Codec, frame: str) -> None:
     torch.testing.assert_close(loaded, key, atol=0.5, rtol=1 / 16)
 
 
-def test_calibration_report() -> None:
-    bound = LossBound(Quantity.KL, "", 0.01, 0.04, 64)
-    entry = ReportEntry(Selection(0.15), 0.2, 0.01, 0.5, 0.99, 64, 128, place=0, error=0.05, bounds=[bound])
-    lengths = LengthRange(100, 200)
-    report = CalibrationReport.of(
-        BINDING,
-        "2026-01-02T03:04:05Z",
-        "test",
+def test_report() -> None:
+    cell, selection = Cell("discovered", 2), Selection(0.15)
+    tally = Tally.of(Deviation(0.02, 0.125, 8), 0.25, [100, 200], wrong=1)
+    part = QualityPart(
+        "writer",
+        "kintsugi 1",
+        "2026-01-02T03:04:05+00:00",
+        (Entry(cell, "source", 3, 1, selection, tally),),
+        (Closing("wrong", "2026-01-01T00:00:00+00:00", "source"),),
+        (Opening(cell, "", selection, "2026-01-02T00:00:00+00:00"),),
+        (("source", 0.25, 0.125),),
         7,
-        Noise(0.0, 0.0, 1.0),
-        Thresholds(),
-        Domain("plain", lengths, LengthRange(4, 6), LengthRange(20, 40), LengthRange(1, 8)),
-        Search(9, 1, 2.5),
-        [entry],
+        ("earlier",),
     )
-    assert report.digest == "2f4dd548c034c007f0a7cf499559fac0f205fef6a47768c9ee97b611999d5c44"
-    assert digest(report.to_bytes()) == "b97c454f081242f47073774b115ebcc4"
-    assert BINDING.report_name == "calibration/raw/03f79bf01f1b022ca63c907c5e471678/76d4e78c7ec55c4f"
+    report = Report(BINDING, "2026-01-02T03:04:05.000+00:00", (part,))
+    assert digest(report.to_bytes()) == "244f6babc03ed82009d11d70cded08e0"
+    assert BINDING.report_name == "quality/raw/03f79bf01f1b022ca63c907c5e471678/1"
 
 
 def test_report_in_a_store(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from kintsugi.cli.methods import Measurement, compare
 from kintsugi.cli.render import make_plain_table, print_accounting, print_form, print_ways
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import UNCALIBRATED, Asked, Session, open_session
+from kintsugi.cli.session import UNTESTED, Asked, Session, open_session
 from kintsugi.core.deploy import EngineExpert, EngineSpec, GatewaySpec, ModelSpec, ServiceSpec
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.request import KintsugiParams, SelectorName
@@ -98,7 +98,7 @@ def run(screen: Screen, model: str, open_console: bool) -> None:
     """Run the demo. Raises `NotBlendable` if the blend fell back to full prefill."""
     show = Show.of(model)
     asked = Asked(demo_texts(), show.question.question)
-    with open_session(screen, model, asked, NAMESPACE, MAX_TOKENS, UNCALIBRATED, dtype=show.dtype) as session:
+    with open_session(screen, model, asked, NAMESPACE, MAX_TOKENS, UNTESTED, dtype=show.dtype) as session:
         _require_blend(session.not_saved_because)
         with screen.step("Answering four ways") as say:
             measurements = compare(session.engine, session.prompt, BLEND, MAX_TOKENS, REPEAT, say)
@@ -118,7 +118,7 @@ def console_service_spec(model: str, dtype: str) -> ServiceSpec:
     expert = EngineExpert(loading_controller=False, selector=BLEND.selector, ratio=BLEND.ratio)
     return ServiceSpec(
         ModelSpec(model, display_name(model)),
-        engines=EngineSpec(allow_uncalibrated=True, vllm={"dtype": dtype}, expert=expert),
+        engines=EngineSpec(quality="off", vllm={"dtype": dtype}, expert=expert),
         gateway=replace(gateway, http_port=free_port(gateway.host, gateway.http_port, CONSOLE_PORTS)),
     )
 

@@ -21,7 +21,7 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import blend_once
 from kintsugi.cli.render import make_plain_table
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import UNCALIBRATED, Asked, open_session
+from kintsugi.cli.session import UNTESTED, Asked, open_session
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.config import SELF_TEST_CHECKS
@@ -172,7 +172,7 @@ def _run_self_test(screen: Screen, model: str) -> Check:
     texts = [(title, text[:600]) for title, text in demo_texts()[:2]]
     try:
         asked = Asked(texts, BUNDLED_QUESTIONS[0])
-        with open_session(screen, model, asked, "doctor", 1, UNCALIBRATED) as session:
+        with open_session(screen, model, asked, "doctor", 1, UNTESTED) as session:
             reason = session.not_saved_because
             if reason is None:
                 with screen.step("Blending two chunks"):

@@ -14,13 +14,13 @@ from kintsugi.cli.options import GenerateTask
 from kintsugi.cli.render import print_accounting, print_form, print_ways
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
-    UNCALIBRATED,
-    UNCALIBRATED_NOTE,
+    UNTESTED_NOTE,
     Asked,
     Session,
     open_session,
     read_chunk,
 )
+from kintsugi.core.evidence import Quality
 from kintsugi.core.request import KintsugiParams
 from kintsugi.models.reference import display_name
 from kintsugi.quality import reports
@@ -32,10 +32,10 @@ NAMESPACE = "cli"
 def run(screen: Screen, task: GenerateTask) -> ExitCode:
     """Answer the question. Returns `NOT_BLENDABLE` if a full prefill produced the answer."""
     choice = KintsugiParams(NAMESPACE, ratio=task.ratio, selector=task.selector)
-    extra_config: Mapping[str, object] = UNCALIBRATED if task.allow_uncalibrated else {}
-    if task.report is not None and not task.allow_uncalibrated:
+    extra_config: Mapping[str, object] = {"quality": task.quality.value}
+    if task.report is not None:
         reports.read(task.report)  # refuses an invalid report before an engine starts
-        extra_config = {"report": str(task.report.resolve())}
+        extra_config = {**extra_config, "report": str(task.report.resolve())}
     asked = Asked([read_chunk(path) for path in task.chunk], task.question, task.form)
     given = (task.model, asked, NAMESPACE, task.max_tokens, extra_config, task.context)
     step = "Answering four ways" if task.compare else "Answering"
@@ -49,8 +49,8 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
     if reason is not None:
         screen.note(f"kintsugi: not blended, a full prefill produced this answer: {reason}")
         return ExitCode.NOT_BLENDABLE
-    if task.allow_uncalibrated:
-        screen.note(f"kintsugi: {UNCALIBRATED_NOTE}")
+    if task.quality is Quality.OFF:
+        screen.note(f"kintsugi: {UNTESTED_NOTE}")
     return ExitCode.OK
 
 

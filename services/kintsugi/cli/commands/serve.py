@@ -33,7 +33,6 @@ from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console import CONSOLE_PATH
 from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
-from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator
 from kintsugi.serving.deployment import DeploymentProgress, Service, start_ray
 from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.protocol.access import EVERY_NAMESPACE, Verb, open_access
@@ -60,9 +59,8 @@ def build_service_spec(task: ServeTask) -> ServiceSpec:
         spec = ServiceSpec(model)
     if model.path.startswith((".", "/")) and not Path(model.path).is_dir():
         raise NotFound(f"{model.path} is not a folder; name the folder of a checkpoint")
-    engines = _replace_given(
-        spec.engines, replicas=task.engines, allow_uncalibrated=task.allow_uncalibrated or None
-    )
+    quality = None if task.quality is None else task.quality.value
+    engines = _replace_given(spec.engines, replicas=task.engines, quality=quality)
     if task.engines is not None:
         engines = dataclasses.replace(engines, replicas_max=None)
     gateway = _replace_given(
@@ -217,11 +215,10 @@ def _listen_for_signals(stop: threading.Event) -> None:
 @contextmanager
 def _run_service(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> Iterator[Service]:
     """Start Ray and the service, and stop both at the end."""
-    calibrators = int(not spec.engines.allow_uncalibrated)
     try:
         with screen.engine_log():
             with screen.step("Starting Ray"):
-                start_ray(spec, calibrators)
+                start_ray(spec)
             _listen_for_signals(stop)
             service = Service(spec)
             with screen.step("Starting shards, engines and the gateway") as say:
@@ -274,23 +271,23 @@ def _report_ready(screen: Screen, service: Service) -> str:
     return details["console"]
 
 
+PAIRS_SHOWN = 10
+"""Measured prompts between two reports."""
+
+
 class ServiceMonitor:
-    """Watches a running service: calibrates a new model, and reports changes."""
+    """Watches a running service, and reports changes."""
 
     def __init__(self, service: Service, screen: Screen, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._screen = screen
         self._clock = clock
         self._polled_s = float("-inf")
-        self._blending: str | None = None
-        self._calibrator: Any = None
-        self._running: Any = None
-        self._part = ""
+        self._said: tuple[Any, ...] | None = None
         self._unhealthy: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Check the calibration, and every `INFO_PERIOD_S` the replicas and the engine."""
-        self._poll_calibration()
+        """Check the replicas and the engine every `INFO_PERIOD_S`."""
         if self._clock() - self._polled_s < INFO_PERIOD_S:
             return
         self._polled_s = self._clock()
@@ -318,58 +315,10 @@ class ServiceMonitor:
             self._unhealthy[one.deployment] = state
 
     def _check_blending(self, info: EngineInfo) -> None:
-        if info.blending == self._blending:
-            return
-        first, self._blending = self._blending is None, info.blending
-        if not first:
-            self._screen.show_event("blending", f"blending: {info.blending}", blending=info.blending)
-        if self._service.spec.engines.allow_uncalibrated or self._calibrator is not None:
-            return
-        if info.blending.startswith(NEEDS_CALIBRATION):
-            self._start_calibration()
-
-    def _start_calibration(self) -> None:
-        spec = self._service.spec
-        segments = bool(spec.rules.discovering)
-        self._calibrator = start_calibrator(spec.model, spec.engines, directory_url(spec.store), segments)
-        self._running = self._calibrator.run.remote()
-        self._screen.show_event(
-            "calibration",
-            "calibrating on a separate engine; until it is done, every prompt is prefilled in full",
-            state="started",
-        )
-
-    def _poll_calibration(self) -> None:
-        if self._running is None:
-            return
-        import ray
-        from ray.exceptions import RayError
-
-        done, _ = ray.wait([self._running], timeout=0)
-        try:
-            if done:
-                result: Calibrated = ray.get(done[0])
-                self._finish_calibration(result)
-                return
-            asked, _ = ray.wait([self._calibrator.progress.remote()], timeout=POLL_S)
-            if asked:
-                self._report_part(ray.get(asked[0]))
-        except RayError as error:
-            self._running = None
-            text = " ".join(str(error).split())[-500:]
-            self._screen.show_event("calibration", f"calibration failed: {text}", state="failed", error=text)
-
-    def _report_part(self, part: str) -> None:
-        if part != self._part:
-            self._part = part
-            self._screen.show_event("calibration", f"calibrating: {part}", state="running", part=part)
-
-    def _finish_calibration(self, result: Calibrated) -> None:
-        import ray
-
-        self._running = None
-        ray.kill(self._calibrator)
-        text = f"blending with {result.choice}" if result.choice else f"not blending: {result.why}"
-        self._screen.show_event(
-            "calibration", f"calibrated, {text}", state="done", choice=result.choice, why=result.why
-        )
+        """Report what the evidence about blends allows, at changes and every `PAIRS_SHOWN` prompts."""
+        progress = info.progress
+        said = progress.state, progress.cost, progress.pairs // PAIRS_SHOWN
+        if said != self._said and self._said is not None:
+            text = f"blending: {progress.state}: {progress.detail}"
+            self._screen.show_event("blending", text, **dataclasses.asdict(progress))
+        self._said = said

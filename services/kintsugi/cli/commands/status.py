@@ -45,14 +45,10 @@ _NEXT = {
     Contact.FAILED: ("check --url, and read the gateway's log",),
 }
 
-_CALIBRATE = "kintsugi calibrate --model MODEL --store URL"
 _BLENDING_OFF = {
-    "not_calibrated": f"calibrate: {_CALIBRATE} (kintsugi serve calibrates automatically)",
-    "calibration_outdated": f"calibrate again: {_CALIBRATE}",
-    "calibration_unreadable": f"calibrate again: {_CALIBRATE}",
-    "calibration_of_another": f"calibrate again for this model, prefix and version: {_CALIBRATE}",
-    "calibration_failed": "calibrate on questions like those you serve: kintsugi calibrate --questions FILE",
-    "drift": f"answers drifted since the calibration: find the cause, then calibrate again: {_CALIBRATE}",
+    "learning": "send prompts with pauses: engines measure in idle time how much blends lose; or "
+    "decide on questions of your own: kintsugi calibrate --model MODEL --questions FILE --store URL",
+    "closed": "read the engines' log: served blends or stored chunks were found wrong; engines measure anew",
     "weights_changed": "restart the engines: their weights changed while they ran",
 }
 _BLENDING_OFF_ELSE = "find out why: kintsugi doctor --model MODEL"
@@ -63,14 +59,10 @@ _DISCOVER = (
     "(docs/TENANTS.md): kintsugi serve --discover default, or privacy: {default: {discover: true}}; default "
     "is the namespace of requests that name none"
 )
-_CALIBRATE_SEGMENTS = (
-    "no discovered chunk was hit yet: passages that recur are saved while the engine is idle, and blended if "
-    "a calibration covers them: kintsugi calibrate --segments"
-)
+_IDLE = "no discovered chunk was hit yet: passages that recur are saved and measured while the engine is idle"
 _NOT_BLENDED = {
     _NO_CHUNK: "store passages that recur: kintsugi precompute run SOURCE, or the client's put_chunks",
-    "outside_calibration": "calibrate on prompts like those you serve: kintsugi calibrate --questions FILE, "
-    "with --segments where chunks are discovered",
+    "unmeasured": "do nothing: engines measure prompts with such chunks in idle time",
     "loading_is_slower": "use a faster store, or do nothing: loading these chunks takes longer than prefill",
     "blending_is_slower": "do nothing: a prefill of such short prompts is faster",
     "store_unavailable": "find out which shards answer: kintsugi status --url URL",
@@ -242,7 +234,7 @@ def _advise_on_versions(facts: ServiceFacts) -> list[str]:
 def _advise_on_discovery(facts: ServiceFacts) -> list[str]:
     if facts.discovering is None or facts.tokens_discovered:
         return []
-    return [_CALIBRATE_SEGMENTS if facts.discovering else _DISCOVER]
+    return [_IDLE if facts.discovering else _DISCOVER]
 
 
 def _describe_discovery(facts: ServiceFacts) -> list[tuple[str, str]]:

@@ -27,7 +27,6 @@ from vllm.logger import init_logger
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.namespaces import SALT, base_of, narrow
-from kintsugi.core.prompt import Domain
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds, anchors_of
 from kintsugi.discovery.backlog import Backlog, Recurring
@@ -84,8 +83,6 @@ class Discovery:
         self._namespace = namespace
         self._salts = salts
         self._sightings = Sightings(TTL_S, clock)
-        self._told_of: Domain | None = None
-        """The calibrated domain of the last warning about segments left out."""
         self._has_told_of_room = False
         self._under_way: dict[str, int] = {}
         """Hashes of running discovered prompts, by request id."""
@@ -163,11 +160,8 @@ class Discovery:
         space: ChunkSpace,
         prompt: TokenIds,
         match: Match,
-        domain: Domain | None,
     ) -> Match:
         """Count the match's segments, queue the recurring ones, and return the match with the counts.
-        Segments whose length lies outside the calibrated ``domain`` are left out, with one warning per
-        domain.
 
         Equal prompts that run at the same time count once: a client may request `n` answers.
         """
@@ -180,11 +174,6 @@ class Discovery:
         self.backlog.earn(len(prompt))
         # A prompt may contain a segment many times.
         distinct = {span.key: span for span in match.segments if span.key is not None}
-        if domain is not None:
-            outside = {key for key, span in distinct.items() if not domain.holds_chunk(span.num_tokens)}
-            if outside:
-                self._report_outside(domain, [distinct.pop(key).num_tokens for key in outside])
-            match = replace(match, segments_outside=len(outside))
         refused = self.backlog.num_refused
         owner = base_of(params.namespace)
         counts = self._sightings.count(owner, salt, [key.digest for key in distinct])
@@ -214,23 +203,6 @@ class Discovery:
             "for: some recurring passages are saved late or not at all. Answers are not affected. Allow "
             "discovery in fewer namespaces (privacy rules, discover: false); "
             'kintsugi_discovery_segments_total{event="refused"} counts segments that the full backlog refused'
-        )
-
-    def _report_outside(self, domain: Domain, sizes: Sequence[int]) -> None:
-        """Log one warning per calibrated domain that segments of these sizes are left out."""
-        if domain == self._told_of:
-            return
-        self._told_of = domain
-        lengths = domain.chunk_tokens
-        logger.warning(
-            "Segments of prompts are not saved because the calibration report does not cover their length "
-            "(here %d to %d tokens; it was measured with chunks of %d to %d on average). Calibrate with "
-            "kintsugi calibrate --segments, on prompts like these; "
-            'kintsugi_discovery_segments_total{event="outside_calibration"} counts further segments',
-            min(sizes),
-            max(sizes),
-            lengths.low,
-            lengths.high,
         )
 
     def take(self, tokens_max: int) -> list[Recurring]:

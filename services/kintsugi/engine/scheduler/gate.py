@@ -1,27 +1,28 @@
-"""Reads the calibration report at start and at changes. `core.gate` decides what the report permits.
+"""Reads the report at start and at changes. `core.gate` decides what the report permits.
 
-A thread polls the report, so that a request costs one attribute read. If the store does not answer, the last
-state stays: an unreachable store is not drift. Until the first answer the gate is closed.
+A thread polls the report, so that a request costs few dictionary reads. If the store does not answer, the
+last state stays. Until the first answer the gate is closed.
 """
 
 from __future__ import annotations
 
-import os
+import platform
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 
 from vllm import __version__ as vllm_version
 from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from kintsugi import __version__
+from kintsugi.core.documents import DOCUMENT_BYTES_MAX, supersedes
 from kintsugi.core.errors import InvalidField, KintsugiError, NotFound
-from kintsugi.core.gate import CALIBRATE, GateState, decide
-from kintsugi.core.report import REPORT_BYTES_MAX, Binding, supersedes
+from kintsugi.core.evidence import Quality
+from kintsugi.core.gate import GateState, decide, summarize
+from kintsugi.core.report import Binding
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.config import EngineConfig
 from kintsugi.models.checkpoint import complete, kv_dtype_of, model_fingerprint, tokenizer_digest
@@ -30,9 +31,6 @@ from kintsugi.store.protocol.interface import ChunkStore
 
 logger = init_logger(__name__)
 
-ALLOW_ENVIRONMENT = "KINTSUGI_ALLOW_UNCALIBRATED"
-
-
 ReadReport = Callable[[Binding], bytes | None]
 """Function that returns the report's document; None if there is none. Raises `KintsugiError` or `OSError`."""
 
@@ -40,7 +38,7 @@ ReadReport = Callable[[Binding], bytes | None]
 class StoreReports:
     """Reads the report of one binding from the chunk store.
 
-    Never returns to an older report: the only shard that answers may have missed a trip."""
+    Never returns to an older report: the only shard that answers may have missed a closing."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
@@ -60,16 +58,26 @@ def read_report_file(path: Path, binding: Binding) -> bytes:
     if not path.is_file():
         raise NotFound(f"{path} does not exist; calibrate with --out {path}")
     with path.open("rb") as file:
-        return file.read(REPORT_BYTES_MAX + 1)
+        return file.read(DOCUMENT_BYTES_MAX + 1)
 
 
 class Gate:
     """The gate of one engine. `state` is replaced as a whole; read it once per request."""
 
-    def __init__(self, read: ReadReport | None, binding: Binding, poll_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        read: ReadReport | None,
+        binding: Binding,
+        poll_s: float = 0.0,
+        quality: Quality = Quality.BALANCED,
+        versions: str = "",
+    ) -> None:
         """Without ``read``, the state does not change."""
         self.binding = binding
-        self.state = GateState("not_calibrated", "the calibration report has not been read yet")
+        self.quality = quality
+        self.versions = versions
+        """Versions of this engine, as in `core.report.Part`."""
+        self.state = GateState("report_unavailable", "the report has not been read yet")
         self._read = read
         self._poll_s = poll_s
         self._document: bytes | None = b""
@@ -82,6 +90,11 @@ class Gate:
         gate = Gate(None, binding)
         gate.state = state
         return gate
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no report decides."""
+        return self._read is None
 
     def start(self) -> Gate:
         """Read once now, then keep reading in the background until `close`."""
@@ -103,35 +116,18 @@ class Gate:
         if document == self._document:
             return
         self._document = document
-        self._replace(decide(document, self.binding))
+        self._replace(decide(document, self.binding, self.quality, self.versions))
 
     def _replace(self, state: GateState) -> None:
-        """Set a state that differs from the current one, and log it."""
-        if (state.reason, state.detail) == (self.state.reason, self.state.detail):
-            return
+        """Set a state, and log a change between open, learning and closed."""
+        before, after = summarize(self.state), summarize(state)
         self.state = state
-        if state.is_open:
-            logger.info("Blending is on, by its calibration report: %s, %s", state.default, state.detail)
-        else:
-            logger.error(
-                "BLENDING IS OFF, every prompt is prefilled in full: %s: %s", state.reason, state.detail
-            )
+        if (before.state, before.cost) != (after.state, after.cost):
+            logger.info("Blending is %s: %s", after.state, after.detail)
 
     def _poll(self) -> None:
         while not self._stop.wait(self._poll_s):
             self.refresh()
-
-    @contextmanager
-    def lift_limits(self) -> Iterator[None]:
-        """Lift an open gate's limits and domain in the block; its default stays. A closed gate stays
-        closed."""
-        kept = self.state
-        lifted = self.state = replace(kept, limits=None, domain=None)
-        try:
-            yield
-        finally:
-            if self.state is lifted:  # else a newer report has come
-                self.state = kept
 
     def close(self) -> None:
         self._stop.set()
@@ -145,17 +141,26 @@ def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate
         return Gate.fixed(
             binding, GateState("save_only", "this engine only saves chunks; use one that serves")
         )
-    if config.allow_uncalibrated or os.environ.get(ALLOW_ENVIRONMENT) == "1":
+    if config.quality is Quality.OFF:
         logger.warning(
-            "BLENDING IS NOT CALIBRATED: allow_uncalibrated is set, so answers may be wrong without notice. "
-            "Unset it and %s",
-            CALIBRATE.split(" (")[0],
+            "BLENDING IS NOT TESTED: quality is off, so answers may be wrong without notice. Remove the "
+            "setting, and blending opens as soon as the evidence shows that it loses little."
         )
-        return Gate.fixed(binding, GateState(None, "allow_uncalibrated is set"))
+        return Gate.fixed(binding, GateState())
     read = (
         StoreReports(store).read if config.report is None else partial(read_report_file, Path(config.report))
     )
-    return Gate(read, binding, config.report_poll_ms / 1e3).start()
+    return Gate(read, binding, config.report_poll_ms / 1e3, config.quality, describe_versions()).start()
+
+
+def describe_versions() -> str:
+    """Return what may change how blended KV is rounded: versions and the device."""
+    device = platform.machine() if current_platform.is_cpu() else current_platform.get_device_name()
+    if current_platform.is_cpu():
+        import torch
+
+        device += f" {torch.backends.cpu.get_cpu_capability()}"
+    return f"kintsugi {__version__}, vllm {vllm_version}, {device}"
 
 
 def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
@@ -164,8 +169,6 @@ def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
         fingerprint_of(vllm_config),
         prefix_of(config, vllm_config),
         config.codec,
-        vllm_version,
-        __version__,
         config.context_token_ids,
     )
 

@@ -52,8 +52,6 @@ class Match:
     """Segments queued for saving; this and `segments_counted` are as in `Accounting`."""
     segments_refused: int = 0
     """Recurring segments that the full backlog refused."""
-    segments_outside: int = 0
-    """Segments left out because the calibration does not cover their length."""
 
     @cached_property
     def stored(self) -> dict[ChunkKey, ChunkManifest]:

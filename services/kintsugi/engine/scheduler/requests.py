@@ -31,9 +31,8 @@ from vllm.v1.request import RequestStatus
 
 from kintsugi.core.accounting import TICKET, Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, InvalidSpan, NotBlendable
-from kintsugi.core.gate import GateState
-from kintsugi.core.plan import ChunkHit, apply_options, exact_end
-from kintsugi.core.prompt import PromptShape
+from kintsugi.core.gate import Permit
+from kintsugi.core.plan import ChunkHit, exact_end
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds, anchors_of
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob
@@ -65,8 +64,8 @@ class RequestState:
     """The space of the namespace whose chunks it may also use."""
     planner: Planner
     """Plans with the selection that the gate allowed at admission, regardless of later reports."""
-    gate: GateState
-    """The gate's state at admission."""
+    permit: Permit
+    """What the gate permitted at admission."""
     is_discovered: bool
     """Whether the request is discovered (`scheduler.discovery`), decided at admission."""
     takes_others: bool
@@ -154,13 +153,12 @@ def check_request(request: Request, local_chunk: int | None) -> None:
         raise NotBlendable("prompt_logprobs", "logprobs of prompt tokens need their full prefill")
 
 
-def check_calibrated(state: RequestState, hits: tuple[ChunkHit, ...], num_tokens: int, exact: int) -> None:
-    """Raise `NotBlendable` if a blend of ``hits`` is approximate and the calibration does not cover a prompt
-    of ``num_tokens`` with these chunks. ``exact``: end of the exact KV."""
+def check_measured(state: RequestState, hits: tuple[ChunkHit, ...], exact: int) -> None:
+    """Raise `NotBlendable` if a blend of ``hits`` is approximate and the evidence does not cover these
+    chunks. ``exact``: end of the exact KV."""
     is_approximate = any(hit.end > exact for hit in hits)
-    ratio = apply_options(state.planner.selection, state.params.options).ratio
-    if is_approximate and ratio != 1.0:
-        state.gate.check_shape(PromptShape(num_tokens, tuple(hit.num_tokens for hit in hits)))
+    if is_approximate and state.permit.selection.ratio != 1.0:
+        state.permit.check_chunks([hit.num_tokens for hit in hits])
 
 
 def take_beside_named(
@@ -170,7 +168,7 @@ def take_beside_named(
     them, and the spans for new names of the blocks; none if the present names suffice, as they do unless a
     chunk before the fork is approximate. ``plain_end``: end of the KV that plain prompts may use.
 
-    If the calibration does not cover all chunks together, including those in vLLM's prefix cache, only the
+    If the evidence does not cover all chunks together, including those in vLLM's prefix cache, only the
     named chunks are used, and the names differ from those of blends with other chunks.
     """
     request, named = state.request, state.params.spans or ()
@@ -190,7 +188,7 @@ def _holds_for(match: Match, state: RequestState, num_ranks: int) -> bool:
     hits = hits_of(match, request.num_tokens - 1, num_ranks)
     exact = exact_end(match.spans, state.space, request.all_token_ids)
     try:
-        check_calibrated(state, hits, request.num_prompt_tokens, exact)
+        check_measured(state, hits, exact)
     except NotBlendable:
         return False
     return True

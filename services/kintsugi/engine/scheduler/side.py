@@ -15,9 +15,9 @@ from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome, decline
 from kintsugi.core.errors import InvalidField, NotBlendable
-from kintsugi.core.gate import OUTSIDE_CALIBRATION
+from kintsugi.core.gate import UNMEASURED, Permit
 from kintsugi.core.layout import Codec, codec_named
-from kintsugi.core.plan import BlendPlan, ChunkHit, apply_options, exact_end, plan_digest
+from kintsugi.core.plan import BlendPlan, ChunkHit, exact_end, plan_digest, selection_of
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.config import EngineConfig
@@ -46,7 +46,7 @@ from kintsugi.engine.scheduler.requests import (
     Parking,
     RequestState,
     add_span_keys,
-    check_calibrated,
+    check_measured,
     check_request,
     check_save,
     is_parked,
@@ -143,9 +143,10 @@ class SchedulerSide:
     def _admit(self, request: Request, params: KintsugiParams) -> None:
         """Start the request's lookup. Raises `NotBlendable` or `InvalidField` if it cannot be blended."""
         self._check_blendable(request)
-        if params.op is Op.AUDIT and not self.config.audits:
+        if (params.op is Op.AUDIT or params.trial is not None) and not self.config.audits:
             raise NotBlendable(
-                "no_audits", "this engine accepts no audits; set `audits` in the connector's configuration"
+                "no_audits",
+                "this engine accepts no audits and trials; set `audits` in the connector's configuration",
             )
         if values_of(request) is not None:
             self.salts.check(request, params.namespace, params.shared)
@@ -157,14 +158,11 @@ class SchedulerSide:
             space = saved_copy(params, space, prompt)
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
-        gate = self.gate.state
-        planner = self.planner
-        if not params.op.prefills_chunk:
-            planner = planner.with_selection(gate.resolve(planner.selection, params.options))
-        shared = self._space(params.shared) if params.shared else None
         is_discovered = self.discovery.covers(params)
+        planner, permit = self._permit(request, params, is_discovered)
+        shared = self._space(params.shared) if params.shared else None
         takes_others = is_discovered and params.spans is not None
-        state = RequestState(request, params, space, shared, planner, gate, is_discovered, takes_others)
+        state = RequestState(request, params, space, shared, planner, permit, is_discovered, takes_others)
         if params.spans is not None:
             spans = add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
@@ -184,6 +182,24 @@ class SchedulerSide:
             else:
                 hashing.set_salt(request, self._salt_of(state))
             self._look_up(request, state)
+
+    def _permit(
+        self, request: Request, params: KintsugiParams, is_discovered: bool
+    ) -> tuple[Planner, Permit]:
+        """Return what the request may use, and a planner that plans with it. Raises `NotBlendable`."""
+        if params.trial is not None:
+            selection = selection_of(params.trial)
+            return Planner(selection), Permit(selection)
+        if params.op.prefills_chunk:
+            return self.planner, Permit(self.planner.selection)
+        permit = self.gate.state.permit(
+            params.namespace,
+            is_discovered,
+            request.num_prompt_tokens,
+            self.planner.selection,
+            params.options,
+        )
+        return self.planner.with_selection(permit.selection), permit
 
     def _look_up(self, request: Request, state: RequestState) -> None:
         """Start the lookup if its answer has room."""
@@ -205,9 +221,9 @@ class SchedulerSide:
         return self.config.space(self.fingerprint, namespace, self.prefix_token_ids, name_key)
 
     def _codecs(self) -> frozenset[Codec] | None:
-        """Return the codecs of chunks that may be used: the calibrated one and `raw`; None: all."""
-        calibrated = self.gate.state.limits is not None
-        return frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
+        """Return the codecs of chunks that may be used: the measured one and `raw`; None: all."""
+        is_tested = self.gate.state.report is not None
+        return frozenset((Codec.RAW, codec_named(self.config.codec))) if is_tested else None
 
     def _check_blendable(self, request: Request) -> None:
         if self.declined_because is not None:
@@ -217,9 +233,11 @@ class SchedulerSide:
     def _fork(self, request: Request, state: RequestState, spans: tuple[Span, ...]) -> None:
         """Give the blocks of this blend their own names, from the first block that is not exact."""
         # By the lowest ratio: the planner may raise it, which is never worse and keeps this name.
-        selection = apply_options(state.planner.selection, state.params.options)
+        selection = state.permit.selection
         asking = request.prompt_token_ids if depends_on_question(selection) else ()
         digest = plan_digest(state.space, spans, selection, asking, state.takes_others)
+        if state.params.trial is not None:
+            digest = bytes.fromhex(state.params.trial.tag)
         exact = self._find_plain_end(state, spans)
         if state.is_discovered and state.params.spans:
             exact = min(exact, spans[0].end)  # other chunks may be found after it
@@ -293,7 +311,7 @@ class SchedulerSide:
             if self._timing.probe_is_due(error.reason):
                 self._metadata.probes.append(self._probe(request, state, match))
             self._predict_full(request, num_computed)
-            if error.reason == OUTSIDE_CALIBRATION and num_computed:
+            if error.reason == UNMEASURED and num_computed:
                 # The cached tokens may be the blend of a shorter prompt: look again for exact KV.
                 hashing.unfork(request, state.ordinary_hasher)
                 return None, False
@@ -361,9 +379,7 @@ class SchedulerSide:
         blocks."""
         prompt = TokenIds.of(request.prompt_token_ids)
         if state.is_discovered:
-            match = self.discovery.sight(
-                request.request_id, state.params, state.space, prompt, match, state.gate.domain
-            )
+            match = self.discovery.sight(request.request_id, state.params, state.space, prompt, match)
             self._stats.count_sighted(match)
         if state.params.spans is None:
             match = without_prefix(match, state.space, prompt, num_computed, is_behind=not self.has_windows)
@@ -390,11 +406,14 @@ class SchedulerSide:
             state.job is None and not state.takes_others
         ):  # else it was checked together with its cached chunks
             exact = exact_end(match.spans, state.space, request.all_token_ids)
-            check_calibrated(state, hits, request.num_prompt_tokens, exact)
+            check_measured(state, hits, exact)
         if (hits and num_computed >= end) or (match.num_in_prefix and not match.spans):
             raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
         is_blend = num_computed > (hashing.exact_tokens(request) or 0)
         is_rest_short = is_blend and end - num_computed < self.hash_block_size
+        if is_blend and state.params.trial is not None:
+            # The second pass of a trial, along an answer: vLLM must compute the answer to report logprobs.
+            raise NotBlendable("prefix_hit", "the trial's blend is cached up to a part of a block")
         if state.leader is not None and state.job is None and is_rest_short:
             raise NotBlendable("prefix_hit", "another request's blend is cached up to a part of a block")
         if self.has_windows and num_computed:

@@ -90,7 +90,7 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
 
     def count_segments(self, event: str, number: int) -> None:
         """Count segments that were `counted`, `queued`, refused by the full backlog (`refused`), `saved`, not
-        saved because of an error (`failed`), or left out because of their length (`outside_calibration`)."""
+        saved because of an error (`failed`)."""
         if number:
             self._add(f"{SEGMENTS}/{event}", number)
 
@@ -98,7 +98,6 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
         """Count the segments of one prompt by what discovery did with them."""
         self.count_segments("counted", match.segments_counted)
         self.count_segments("queued", match.segments_queued)
-        self.count_segments("outside_calibration", match.segments_outside)
         self.count_segments("refused", match.segments_refused)
 
     def _add(self, name: str, amount: float) -> None:
@@ -151,8 +150,7 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._segments = counter(
             "kintsugi_discovery_segments",
             "Segments of prompts by event: counted, queued because they recur, refused because too many "
-            "wait, saved, failed to be saved, or left out because the calibration report does not cover "
-            "their length",
+            "wait, saved, or failed to be saved",
             labelnames=[*labelnames, "event"],
         )
         self._errors = metric_types[prometheus_client.Histogram](

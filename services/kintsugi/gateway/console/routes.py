@@ -118,6 +118,7 @@ class Console:
             "model": info.model,
             "max_model_len": info.max_model_len,
             "blending": info.blending,
+            "progress": {"state": info.progress.state, "detail": info.progress.detail},
             "default": {"selector": info.selector, "ratio": info.ratio},
             "selectors": [
                 {"name": name.value, "about": about, "ratio_min": _least_ratio(name, info.ratios_min)}

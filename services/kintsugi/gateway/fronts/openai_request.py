@@ -58,8 +58,8 @@ _KEPT = {
 """Fields of a request to `RESPONSES_PATH` that need a stored answer. vLLM's storage of answers has no bound
 and no namespaces."""
 
-_GATEWAYS_OWN = ("shared", "chunk_tokens_multiple", "discover")
-"""Parameters that the gateway derives from the namespace's privacy."""
+_GATEWAYS_OWN = ("shared", "chunk_tokens_multiple", "discover", "trial")
+"""Parameters that the gateway and the engine set themselves."""
 
 
 @dataclass
@@ -182,7 +182,7 @@ def _params_of(extension: Any, namespace: str) -> KintsugiParams:
     for name in _GATEWAYS_OWN:
         if name in extension:
             raise InvalidField(f"{PARAMS_KEY}.{name}", "is set by the gateway; leave it out")
-    for op, user in ((Op.SAVE, "PutChunk"), (Op.AUDIT, "shadowing")):
+    for op, user in ((Op.SAVE, "PutChunk"), (Op.AUDIT, "the engine")):
         if extension.get("op") == op:
             raise InvalidField(f"{PARAMS_KEY}.op", f"{op.value} belongs to {user}; use blend or off")
     return KintsugiParams.from_mapping({**extension, "namespace": namespace})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -176,6 +177,7 @@ async def _describe_engines(gateway: Gateway) -> dict[str, Any]:
         "max_model_len": info.max_model_len,
         "form": info.form,
         "blending": info.blending,
+        "progress": asdict(info.progress),
         "version": info.version,
         "vllm": info.vllm,
     }

@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from kintsugi.core.documents import DOCUMENT_BYTES_MAX, replaces
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.namespaces import enclosing
-from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
@@ -251,9 +251,9 @@ class RamStore(ChunkStore):
         return [m for m in mine if after is None or m.key > after][:limit]
 
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        if len(document) > REPORT_BYTES_MAX:
+        if len(document) > DOCUMENT_BYTES_MAX:
             raise ResourceExhausted(
-                f"the report has {len(document)} bytes; at most {REPORT_BYTES_MAX} are allowed"
+                f"the report has {len(document)} bytes; at most {DOCUMENT_BYTES_MAX} are allowed"
             )
         with self._lock:
             held = self._reports.get((fingerprint, name))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from kintsugi.core.documents import supersedes
 from kintsugi.core.errors import (
     InvalidField,
     NotFound,
@@ -24,7 +25,6 @@ from kintsugi.core.errors import (
     Unavailable,
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
-from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap

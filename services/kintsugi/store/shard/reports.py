@@ -9,14 +9,14 @@ from pathlib import Path
 import lmdb
 import xxhash
 
+from kintsugi.core.documents import DOCUMENT_BYTES_MAX, replaces
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
-from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.store.protocol.files import PRIVATE_MODE, make_folder, sync_path
 
 REPORTS_MAX = 1024
 NAME_CHARS_MAX = 128
-_MAP_BYTES = 2 * REPORTS_MAX * REPORT_BYTES_MAX
+_MAP_BYTES = 2 * REPORTS_MAX * DOCUMENT_BYTES_MAX
 _CHECKSUM_BYTES = 16
 
 
@@ -37,11 +37,11 @@ class Reports:
                         self._documents[key] = value[_CHECKSUM_BYTES:]
 
     def put(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """Store a document, unless the stored one supersedes it (`core.report.replaces`). Durable on return.
-        Raises `ResourceExhausted`, `InvalidField`, `Unavailable`."""
-        if len(document) > REPORT_BYTES_MAX:
+        """Store a document, unless the stored one supersedes it (`core.documents.replaces`). Durable on
+        return. Raises `ResourceExhausted`, `InvalidField`, `Unavailable`."""
+        if len(document) > DOCUMENT_BYTES_MAX:
             raise ResourceExhausted(
-                f"the report has {len(document)} bytes; at most {REPORT_BYTES_MAX} are allowed"
+                f"the report has {len(document)} bytes; at most {DOCUMENT_BYTES_MAX} are allowed"
             )
         key = _key(fingerprint, name)
         with self._lock:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 
 from kintsugi.core.deploy import GatewaySpec
+from kintsugi.core.documents import next_date
 from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
-from kintsugi.core.prompt import Domain, LengthRange
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import Binding
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts, launch
 from kintsugi.engine.config import OpenAIOptions
@@ -26,20 +28,21 @@ from kintsugi.gateway.fronts.openai_answer import Piece
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway, PutState
 from kintsugi.gateway.texts.segments import Segment
-from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint, bundled_report
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.models.hub import find_aliases
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
-from kintsugi.quality import reports
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.access import ANYONE
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.fakes.reports import passing_report
 from tests.integration.engine.conftest import PATIENT, EngineSlot
 
 T = TypeVar("T")
 CHUNKING = ChunkingConfig(tokens_max=120)
 CALL_S = 120.0
+SERVED = Selection(0.3, "hybrid", 2)
 HUB_NAME = "kintsugi-tests/bundled"
 """As if the configuration had named the model so."""
 
@@ -175,14 +178,14 @@ async def _gateway(engine: AsyncEngine, store: str) -> Gateway:
     return await Gateway.open(GatewaySpec(), engine, store, bundled_checkpoint())
 
 
-def publish_report(store_url: str) -> None:
-    """Where engines look: the report that ships with the bundled model, but for prompts of any length,
-    because these tests ask short ones."""
+def publish_report(store_url: str, binding: Binding) -> None:
+    """Where engines look: evidence by which prompts of any length pass, in place of what is there."""
     store = open_store(store_url)
-    shipped, any_length = reports.read(bundled_report()), LengthRange(1, 4000)
-    domain = Domain(shipped.domain.form, any_length, any_length, any_length, any_length)
     try:
-        reports.publish(store, dataclasses.replace(shipped, domain=domain))
+        held = store.get_report(binding.model, binding.report_name)
+        created = next_date(datetime.now(UTC), held)
+        report = passing_report(binding, [SERVED], created=created)
+        store.put_report(binding.model, binding.report_name, report.to_bytes())
     finally:
         store.close()
 
@@ -198,6 +201,6 @@ async def _engine(store: str) -> NotingEngine:
         openai=OpenAIOptions(tool_call_parser="hermes"),
         aliases=find_aliases(BUNDLED_NAME, HUB_NAME, bundled_checkpoint()),
     )
-    engine = NotingEngine(spec, await launch(spec, lambda binding: publish_report(store)))
+    engine = NotingEngine(spec, await launch(spec, lambda binding: publish_report(store, binding)))
     await engine.warm_up()
     return engine

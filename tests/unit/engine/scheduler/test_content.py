@@ -18,9 +18,8 @@ from vllm.v1.request import Request
 
 from kintsugi.core.accounting import TICKET, TOLD
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.gate import GateState
 from kintsugi.core.plan import BlendPlan, Selection
-from kintsugi.core.prompt import Domain, LengthRange
+from kintsugi.core.report import Cell
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, Span, TokenIds
 from kintsugi.discovery.segments import find_segments
@@ -30,6 +29,7 @@ from kintsugi.engine.scheduler.matching import Match
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.fusor.control.controller import Planner, PlanRequest
 from tests.contracts.store_contract import make_chunk
+from tests.fakes.reports import ENOUGH_PAIRS, measured_state, tally_of
 from tests.unit.engine.scheduler.test_side import BLOCK, PROMPT, StubStore, request_of, said, side_of
 
 HASHER = get_request_block_hasher(BLOCK, sha256)
@@ -137,20 +137,6 @@ def test_a_defect_while_a_request_is_named_costs_its_blend_alone(
     assert plan(side, request) == (0, False)
 
 
-def test_segments_that_the_calibration_leaves_out_are_in_the_metrics(
-    side: SchedulerSide, store: StubStore
-) -> None:
-    some, short = LengthRange(1, 10_000), LengthRange(26, 40)
-    side.gate.state = GateState(None, "", Selection(0.15), None, Domain("plain", some, some, short, some))
-    request = content_request("one", list(range(2000)), discover=True)
-    plan(side, request)
-    assert said(side, request)["segments_counted"] == 0
-    stats = side.end_step()
-    assert stats is not None
-    assert stats.data["segments/outside_calibration"] > 0
-    assert "segments/counted" not in stats.data
-
-
 def named_request(name: str, prompt: list[int], *named: Span) -> Any:
     return content_request(name, prompt, discover=True, spans=named)
 
@@ -222,23 +208,21 @@ def test_what_is_found_behind_named_chunks_changes_no_name(
     assert request.block_hashes == takes
 
 
-def test_no_blend_with_others_is_found_where_the_calibration_holds_for_the_named_alone(
+def test_no_blend_with_others_is_found_where_the_evidence_holds_for_the_named_alone(
     side: SchedulerSide, store: StubStore
 ) -> None:
-    """What a turn before has cached under its names may hold others: its prompt was like the calibrated."""
+    """What a turn before has cached under its names may hold others: its chunks were like the measured."""
     prompt, named = list(range(1000)), Span(0, 100)
     store_spans(side, store, prompt, named, Span(100, 990))
-    some, few = LengthRange(1, 10_000), LengthRange(1, 1)
+    short = tally_of(ENOUGH_PAIRS, chunk_tokens=100)
     seen = []
-    for chunks in (some, few):
-        side.gate.state = GateState(
-            None, "", Selection(0.15), None, Domain("plain", some, chunks, some, some)
-        )
-        request = named_request(str(chunks), prompt, named)
+    for name, tally in (("both", short + tally_of(ENOUGH_PAIRS, chunk_tokens=500)), ("named", short)):
+        side.gate.state = measured_state(tally, Cell.of(True, 1000))
+        request = named_request(name, prompt, named)
         side.on_new_request(request)
-        plan_of(side, request, num_computed=0 if chunks == some else 512)
+        plan_of(side, request, num_computed=0 if name == "both" else 512)
         seen.append(list(request.block_hashes))
-        assert [one.start for one in spans_of(side, str(chunks))] == ([0, 100] if chunks == some else [0])
+        assert [one.start for one in spans_of(side, name)] == ([0, 100] if name == "both" else [0])
         side.request_finished(request)
     shared = named.end // BLOCK
     assert seen[0][:shared] == seen[1][:shared] == plain_names(prompt)[:shared]
@@ -265,11 +249,10 @@ def test_what_is_stored_in_another_codec_is_not_used_beside_named_chunks(
     assert match.beside(frozenset(named), 0).spans == named
 
 
-def test_where_only_the_named_chunks_are_like_the_calibrated_they_are_blended_alone(
+def test_where_only_the_named_chunks_are_like_the_measured_they_are_blended_alone(
     side: SchedulerSide, store: StubStore
 ) -> None:
-    some, short = LengthRange(1, 10_000), LengthRange(90, 110)
-    side.gate.state = GateState(None, "", Selection(0.15), None, Domain("plain", some, some, short, some))
+    side.gate.state = measured_state(tally_of(ENOUGH_PAIRS, chunk_tokens=100), Cell.of(True, 1000))
     prompt, named = list(range(1000)), Span(600, 700)
     store_spans(side, store, prompt, Span(0, 600), named)
     request = named_request("one", prompt, named)

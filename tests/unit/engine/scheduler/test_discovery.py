@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import SALT, narrow
-from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.discovery.backlog import SEGMENT_TOKENS_MIN
@@ -71,7 +70,6 @@ def sight(
     prompt: list[int],
     namespace: str = "acme",
     name: str = "",
-    domain: Domain | None = None,
     store: RamStore | None = None,
     space: ChunkSpace | None = None,
 ) -> Match:
@@ -79,7 +77,7 @@ def sight(
     space, ids = space or space_of(namespace), TokenIds.of(prompt)
     match = discovery.match(store or RamStore(), space, ids, None, True)
     params = KintsugiParams(namespace, discover=True)
-    found = discovery.sight(name or "one", params, space, ids, match, domain)
+    found = discovery.sight(name or "one", params, space, ids, match)
     if not name:
         discovery.request_ended("one")
     return found
@@ -193,35 +191,6 @@ def test_namespaces_do_not_count_together(salts: Salts) -> None:
     assert [sight(discovery, secret, name).segments_queued for name in ("a", "b", "a/u", "a")] == [0, 0, 0, 1]
 
 
-def test_lengths_that_were_not_calibrated_are_not_counted(salts: Salts) -> None:
-    discovery = discovery_of(salts)
-    some = LengthRange(1, 10_000)
-    domain = Domain("chat", some, some, LengthRange(300, 500), some)
-    prompt = [0, *passage(1, 127), *passage(2, 250), *passage(3, 130)]
-    assert sight(discovery, prompt, domain=domain).segments_counted == 1
-
-
-def test_what_a_calibration_leaves_out_is_counted_and_logged_once_per_report(
-    salts: Salts, caplog: pytest.LogCaptureFixture
-) -> None:
-    discovery = discovery_of(salts)
-    some = LengthRange(1, 10_000)
-    tiny = Domain("chat", some, some, LengthRange(26, 40), some)
-    prompts = [[0, *passage(1), *passage(1), *passage(seed, 150)] for seed in (2, 3)]
-    found = [sight(discovery, prompt, domain=tiny) for prompt in prompts]
-    assert [(one.segments_counted, one.segments_queued, one.segments_outside) for one in found] == [
-        (0, 0, 2)
-    ] * 2
-    (line,) = caplog.messages
-    assert "here 150 to 200 tokens; it was measured with chunks of 26 to 40" in line
-    assert "kintsugi calibrate --segments" in line
-    other = Domain("chat", some, some, LengthRange(160, 200), some)
-    assert sight(discovery, prompts[0], domain=other).segments_outside == 0
-    assert sight(discovery, [0, *passage(5, 300)], domain=other).segments_outside == 1
-    assert len(caplog.messages) == 2
-    assert sight(discovery, prompts[0], domain=None).segments_outside == 0
-
-
 def test_an_erasure_forgets_sightings_and_what_waits(salts: Salts, store: RamStore) -> None:
     discovery = discovery_of(salts)
     salts.refresh()
@@ -310,7 +279,7 @@ def test_a_flood_of_distinct_prompts_costs_bounded_memory_and_no_other_namespace
         params, space = KintsugiParams(part, discover=True), space_of(part)
         spans = tuple(Span(0, 64, key=_key(generator)) for _ in range(10))
         match = Match((), {}, segments=spans)
-        discovery.sight("one", params, space, TokenIds.of([number]), match, None)
+        discovery.sight("one", params, space, TokenIds.of([number]), match)
         discovery.request_ended("one")
     assert discovery._sightings.num_bytes <= BYTES_MAX
     assert discovery._sightings.num_given_up

@@ -47,7 +47,7 @@ def test_100_000_distinct_prompts_in_thousands_of_parts(
         space = spaces[number % len(spaces)]
         params = KintsugiParams(space.namespace, discover=True)
         match = discovery.match(store, space, ids, None, False)
-        match = discovery.sight("one", params, space, ids, match, None)
+        match = discovery.sight("one", params, space, ids, match)
         discovery.request_ended("one")
         counted += match.segments_counted
         assert discovery._sightings.num_bytes <= BYTES_MAX

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from functools import partial
@@ -12,16 +11,28 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kintsugi.core.errors import BelowMinimum, Unavailable
-from kintsugi.core.report import Binding
-from kintsugi.core.request import BlendOptions
+from kintsugi.core.errors import Unavailable
+from kintsugi.core.evidence import Quality
+from kintsugi.core.gate import summarize
+from kintsugi.core.report import Binding, Closing
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.scheduler import gate as gate_module
-from kintsugi.engine.scheduler.gate import Gate, StoreReports, open_gate, read_report_file
+from kintsugi.engine.scheduler.gate import Gate, ReadReport, StoreReports, open_gate, read_report_file
 from kintsugi.store.client.ram import RamStore
-from tests.unit.core.test_report import BINDING, entry, report
+from tests.fakes.reports import AT, BINDING, VERSIONS, open_report, part_of
 
-PASSING = report(entry())
+OPEN = open_report()
+CLOSED = OPEN.with_part(
+    part_of(writer="watcher", closings=[Closing("wrong answers", AT)]), "2026-01-02T00:00:00+00:00"
+)
+
+
+def make_gate(read: ReadReport, poll_s: float = 1.0) -> Gate:
+    return Gate(read, BINDING, poll_s, Quality.BALANCED, VERSIONS)
+
+
+def state_of(gate: Gate) -> str:
+    return summarize(gate.state).state
 
 
 class Scripted:
@@ -42,57 +53,61 @@ class Scripted:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lines of warning and above. vLLM's own handlers hide them from pytest."""
+    """Logged lines. vLLM's own handlers hide them from pytest."""
     lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
+    handler = logging.Handler(logging.INFO)
     monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
     monkeypatch.setattr(gate_module.logger, "handlers", [handler])
     monkeypatch.setattr(gate_module.logger, "level", logging.INFO)
     return lines
 
 
-def test_a_new_report_opens_and_a_tripped_one_closes() -> None:
-    gate = Gate(
-        Scripted(None, PASSING.to_bytes(), PASSING.as_tripped("KL rose", "now").to_bytes()), BINDING, 1.0
-    )
-    reasons = []
+def test_evidence_opens_and_a_closing_closes(log: list[str]) -> None:
+    gate = make_gate(Scripted(None, OPEN.to_bytes(), CLOSED.to_bytes()))
+    states = []
     for _ in range(3):
         gate.refresh()
-        reasons.append(gate.state.reason)
-    assert reasons == ["not_calibrated", None, "drift"]
+        states.append(state_of(gate))
+    assert states == ["learning", "open", "closed"]
+    assert log[1].startswith("Blending is open: prompts of 513 to 2048 tokens with declared chunks: at 50%")
+    assert len(log) == 3
 
 
 def test_nothing_is_blended_before_the_first_answer(log: list[str]) -> None:
-    gate = Gate(Scripted(Unavailable("no route")), BINDING, 1.0)
-    assert gate.state.reason == "not_calibrated"
-    for _ in range(3):
-        gate.refresh()
+    gate = make_gate(Scripted(Unavailable("no route")))
     assert gate.state.reason == "report_unavailable"
-    assert len(log) == 1, "one line, not one per poll"
-
-
-def test_an_unreachable_store_is_no_drift() -> None:
-    gate = Gate(Scripted(PASSING.to_bytes(), Unavailable("gone"), OSError("gone")), BINDING, 1.0)
     for _ in range(3):
         gate.refresh()
-        assert gate.state.is_open
+    assert (gate.state.reason, gate.state.detail) == (
+        "report_unavailable",
+        "no route; it is read again later",
+    )
+    assert len(log) <= 1, "one line, not one per poll"
 
 
-def test_a_closed_gate_says_once_what_to_run(log: list[str]) -> None:
-    gate = Gate(Scripted(None), BINDING, 1.0)
+def test_an_unreachable_store_changes_nothing() -> None:
+    gate = make_gate(Scripted(OPEN.to_bytes(), Unavailable("gone"), OSError("gone")))
+    for _ in range(3):
+        gate.refresh()
+        assert state_of(gate) == "open"
+
+
+def test_more_evidence_of_the_same_kind_is_not_logged(log: list[str]) -> None:
+    more = open_report().with_part(part_of(writer="idle"), "2026-01-02T00:00:00+00:00")
+    gate = make_gate(Scripted(OPEN.to_bytes(), more.to_bytes()))
     gate.refresh()
     gate.refresh()
+    assert gate.state.report == more
     assert len(log) == 1
-    assert "kintsugi calibrate" in log[0]
 
 
 def test_the_report_is_polled_until_the_gate_is_closed() -> None:
-    source = Scripted(None, None, PASSING.to_bytes())
-    gate = Gate(source, BINDING, 0.001).start()
+    source = Scripted(None, None, OPEN.to_bytes())
+    gate = make_gate(source, 0.001).start()
     for _ in range(4):
         assert source.asked.acquire(timeout=30)
     gate.close()
-    assert gate.state.is_open
+    assert state_of(gate) == "open"
     while source.asked.acquire(blocking=False):
         pass
     assert not source.asked.acquire(timeout=0.05)
@@ -101,75 +116,57 @@ def test_the_report_is_polled_until_the_gate_is_closed() -> None:
 def test_a_file_and_a_store_are_read(tmp_path: Path) -> None:
     store = RamStore()
     assert StoreReports(store).read(BINDING) is None
-    store.put_report(BINDING.model, BINDING.report_name, PASSING.to_bytes())
+    store.put_report(BINDING.model, BINDING.report_name, OPEN.to_bytes())
     path = tmp_path / "report.json"
-    path.write_bytes(PASSING.to_bytes())
-    assert StoreReports(store).read(BINDING) == read_report_file(path, BINDING) == PASSING.to_bytes()
+    path.write_bytes(OPEN.to_bytes())
+    assert StoreReports(store).read(BINDING) == read_report_file(path, BINDING) == OPEN.to_bytes()
     path.write_bytes(b" " * (3 << 20))
-    gate = Gate(partial(read_report_file, path), BINDING, 1.0)
+    gate = make_gate(partial(read_report_file, path))
     gate.refresh()
-    assert gate.state.reason == "calibration_unreadable"
+    assert state_of(gate) == "learning"
+    assert "at most 1048576 are read" in gate.state.detail
     path.unlink()
-    missing = Gate(partial(read_report_file, path), BINDING, 1.0)
+    missing = make_gate(partial(read_report_file, path))
     missing.refresh()
     assert missing.state.reason == "report_unavailable"
     assert "calibrate with --out" in missing.state.detail
 
 
-def test_a_shard_that_missed_a_trip_does_not_open_the_gate_again() -> None:
+def test_a_shard_that_missed_a_closing_does_not_open_the_gate_again() -> None:
     """It may be the only one that answers."""
     store = RamStore()
-    gate = Gate(StoreReports(store).read, BINDING, 1.0)
-    stale, tripped = PASSING.to_bytes(), PASSING.as_tripped("KL rose", "now").to_bytes()
-    again = PASSING.created_after(tripped).to_bytes()
-    reasons = []
-    for document in (stale, tripped, None, stale, again):
+    gate = make_gate(StoreReports(store).read)
+    states = []
+    for report in (OPEN, CLOSED, None, OPEN):
         store._reports.clear()
-        if document is not None:
-            store.put_report(BINDING.model, BINDING.report_name, document)
+        if report is not None:
+            store.put_report(BINDING.model, BINDING.report_name, report.to_bytes())
         gate.refresh()
-        reasons.append(gate.state.reason)
-    assert reasons == [None, "drift", "not_calibrated", "drift", None]
+        states.append(state_of(gate))
+    assert states == ["open", "closed", "learning", "closed"]
 
 
-def test_limits_are_lifted_for_a_while() -> None:
-    gate = Gate(Scripted(PASSING.to_bytes(), PASSING.as_tripped("KL rose", "now").to_bytes()), BINDING, 1.0)
+def test_to_test_nothing_is_loud(log: list[str]) -> None:
+    gate = open_gate(EngineConfig(quality=Quality.OFF), RamStore(), BINDING)
+    assert gate.is_fixed
+    assert state_of(gate) == "off"
     gate.refresh()
-    reported = gate.state
-    least = PASSING.choice.selection
-    assert least is not None
-    with pytest.raises(BelowMinimum):
-        reported.resolve(least, BlendOptions(ratio=0.0))
-    with gate.lift_limits():
-        assert gate.state.resolve(least, BlendOptions(ratio=0.0)) == dataclasses.replace(least, ratio=0.0)
-    assert gate.state == reported
-    with gate.lift_limits():
-        gate.refresh()
-    assert gate.state.reason == "drift", "what came meanwhile stays"
-    with gate.lift_limits():
-        assert not gate.state.is_open
+    assert state_of(gate) == "off"
+    (line,) = log
+    assert "BLENDING IS NOT TESTED" in line
 
 
-def test_allowing_uncalibrated_blending_is_loud(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    store = RamStore()
-    told = open_gate(EngineConfig(allow_uncalibrated=True), store, BINDING)
-    assert told.state.is_open
-    assert told.state.limits is None
-    told.refresh()
-    assert told.state.is_open
-    monkeypatch.setenv("KINTSUGI_ALLOW_UNCALIBRATED", "1")
-    assert open_gate(EngineConfig(), store, BINDING).state.is_open
-    assert len(log) == 2
-    assert all("NOT CALIBRATED" in line for line in log)
-    monkeypatch.delenv("KINTSUGI_ALLOW_UNCALIBRATED")
-    closed = open_gate(EngineConfig(), store, BINDING)
-    closed.close()
-    assert closed.state.reason == "not_calibrated"
+def test_an_engine_learns_unless_it_is_told_otherwise() -> None:
+    gate = open_gate(EngineConfig(quality=Quality.STRICT), RamStore(), BINDING)
+    gate.close()
+    assert not gate.is_fixed
+    assert (state_of(gate), gate.state.quality, gate.quality) == ("learning", Quality.STRICT, Quality.STRICT)
+    assert gate.versions.startswith("kintsugi ")
 
 
 def test_an_engine_that_only_saves_asks_for_no_report_and_misses_none(log: list[str]) -> None:
     store = RamStore()
-    gate = open_gate(EngineConfig(save_only=True, allow_uncalibrated=True), store, BINDING)
+    gate = open_gate(EngineConfig(save_only=True, quality=Quality.OFF), store, BINDING)
     assert gate.state.reason == "save_only"
     gate.refresh()
     assert gate.state.reason == "save_only"

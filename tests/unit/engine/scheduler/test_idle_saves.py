@@ -103,7 +103,7 @@ def test_what_a_request_discovers_is_kept_as_long_as_it_asks_and_the_operator_al
     for end in range(2):
         prompt = TokenIds.of([0, *passage(1), end])
         match = discovery.match(RamStore(), space, prompt, None, True)
-        discovery.sight("one", params, space, prompt, match, None)
+        discovery.sight("one", params, space, prompt, match)
         discovery.request_ended("one")
     (job,), _ = begin(saves)
     assert job.ttl_s == kept_s

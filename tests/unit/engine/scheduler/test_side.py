@@ -23,8 +23,8 @@ from kintsugi.core.errors import ForeignChunkKey, Unavailable
 from kintsugi.core.gate import GateState
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.plan import BlendPlan, ChunkSource, Selection
-from kintsugi.core.prompt import Domain, LengthRange
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
+from kintsugi.core.report import Cell
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, Trial
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import LoadSample, WorkerReport
@@ -38,7 +38,7 @@ from kintsugi.fusor.control.controller import LoadingController, Planner, PlanRe
 from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import Found
-from tests.unit.core.test_report import BINDING
+from tests.fakes.reports import BINDING, ENOUGH_PAIRS, measured_state, tally_of
 
 BLOCK = 16
 PROMPT = list(range(100))
@@ -89,7 +89,7 @@ def side_of(store: StubStore) -> SchedulerSide:
         config=EngineConfig(),
         store=store,
         planner=LoadingController(Selection(0.15)),
-        gate=Gate.fixed(BINDING, GateState(None, "")),
+        gate=Gate.fixed(BINDING, GateState()),
         salts=salts,
         fingerprint=ModelFingerprint.of({"model": "toy"}),
         prefix_token_ids=(),
@@ -326,14 +326,12 @@ def hold_chunks(side: SchedulerSide, store: StubStore, namespace: str = "acme") 
 
 
 @pytest.mark.parametrize("cached", [48, 96])
-def test_a_prompt_outside_the_calibration_uses_no_blended_blocks_of_another(
+def test_a_prompt_with_unmeasured_chunks_uses_no_blended_blocks_of_another(
     side: SchedulerSide, store: StubStore, cached: int
 ) -> None:
-    """A shorter prompt of the same chunks was blended, and left its blocks in the prefix cache."""
+    """Another blend of the same chunks has left its blocks in the prefix cache."""
     hold_chunks(side, store)
-    lengths = LengthRange(32, 64)
-    domain = Domain("plain", lengths, LengthRange(1, 9), LengthRange(1, 99), LengthRange(1, 9))
-    side.gate.state = GateState(None, "", Selection(0.15), None, domain)
+    side.gate.state = measured_state(tally_of(ENOUGH_PAIRS, chunk_tokens=200), Cell.of(False, 100))
     request, plain = request_of("longer"), request_of("plain")
     hashing.set_salt(plain, "acme")
     side.on_new_request(request)
@@ -345,7 +343,7 @@ def test_a_prompt_outside_the_calibration_uses_no_blended_blocks_of_another(
             break
     assert request.block_hashes == plain.block_hashes
     assert side.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert said(side, request)["reason"].startswith("outside_calibration: the prompt has 100 tokens")
+    assert said(side, request)["reason"] == "unmeasured: chunks of about 32 tokens were hardly measured yet"
 
 
 LONG = list(range(200))
@@ -544,3 +542,50 @@ def test_blocks_of_before_an_erasure_are_found_by_nobody(side: SchedulerSide, st
     side.salts.refresh()
     assert not {*names("acme")} & {*after[0], *before[0]}
     assert names("acme", cache_salt="mine") != names("acme"), "a salt of its own is left alone"
+
+
+def test_a_prompt_for_which_nothing_passed_is_prefilled_in_full_and_says_how_far_it_is(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    hold_chunks(side, store)
+    side.gate.state = measured_state(tally_of(ENOUGH_PAIRS, chunk_tokens=32), Cell.of(True, 100))
+    reason = said(side, asked(side, "one"))["reason"]
+    assert reason.startswith("learning: prompts of 1 to 512 tokens with declared chunks: 0 of about ")
+
+
+def test_what_passed_is_used_by_requests_that_name_nothing(side: SchedulerSide, store: StubStore) -> None:
+    hold_chunks(side, store)
+    tally = tally_of(ENOUGH_PAIRS, chunk_tokens=32)
+    side.gate.state = measured_state(tally, Cell.of(False, 100), selection=Selection(0.4))
+    request = request_of("one")
+    side.on_new_request(request)
+    assert side._states["one"].permit.selection == Selection(0.4)
+    assert side._states["one"].planner.selection == Selection(0.4)
+
+
+def trial_of(name: str, selection: Selection) -> Any:
+    params = KintsugiParams("acme", spans=(Span(0, 32), Span(32, 64)), trial=Trial.of(selection))
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
+    return Request(name, PROMPT, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+
+
+def test_a_trial_blends_whatever_passed_and_shares_kv_with_no_other_request(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    hold_chunks(side, store)
+    side.config = dataclasses.replace(side.config, audits=True)
+    side.gate.state = measured_state(tally_of(1, loss=1.0), Cell.of(False, 100))
+    names = []
+    for name in ("one", "two"):
+        request = trial_of(name, Selection(0.3))
+        side.on_new_request(request)
+        assert side._states[name].permit.selection == Selection(0.3)
+        names.append(tuple(request.block_hashes))
+    assert len(set(names)) == 2
+
+
+def test_an_engine_without_audits_takes_no_trials(side: SchedulerSide, store: StubStore) -> None:
+    request = trial_of("one", Selection(0.3))
+    side.on_new_request(request)
+    assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert said(side, request)["reason"].startswith("no_audits: this engine accepts no audits and trials")

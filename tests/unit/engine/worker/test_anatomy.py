@@ -98,7 +98,7 @@ def test_heads_that_fit_no_total_are_declined(monkeypatch: pytest.MonkeyPatch) -
 
 def sharded(own: int, of_layer: int | None, of_config: int) -> tuple[Any, Any]:
     """A model and a layer with a projection as vLLM has it."""
-    module = nn.Sequential(nn.Linear(1, 1))
+    module: Any = nn.Sequential(nn.Linear(1, 1))
     if of_layer is not None:
         module[0].total_num_kv_heads = of_layer
     config = SimpleNamespace(get_total_num_kv_heads=lambda: of_config)

@@ -18,7 +18,6 @@ from kintsugi_operator.api.status import CorpusPrecomputeStatus
 from kintsugi_operator.desired.corpus import CorpusDesired, CorpusObserved, Target, figures_in, plan_corpus
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
-from kintsugi_operator.objects.jobs import calibration_job
 from kintsugi_operator.objects.names import LABEL_SERVICE
 from kintsugi_operator.observed.views import JobState, JobView
 from tests.unit.operator.specs import NOW, secret_keys, spec_of
@@ -152,27 +151,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
     ]
     assert volume["configMap"]["name"] == f"acme-revision-{at.revision.name}"
     assert str(told["system"]) == "/etc/kintsugi/revision/system-prompt.txt"
-
-    calibration = calibration_job(spec, OWNER, at.revision)
-    measured: Any = options_of(shlex.split(calibration["spec"]["entrypoint"]))
-    assert json.loads(measured["engine"]) == {
-        "kv_cache_dtype": "fp8",
-        "max_model_len": 8192,
-        "max_num_seqs": 4,
-        "tensor_parallel_size": 2,
-        "trust_remote_code": True,
-    }
-    assert measured["portable"] is False
-    assert measured["system"] == told["system"]
-    assert measured["form"] == told["form"] == "plain"
-    assert measured["context"] == [told["context"]] == ["bundled"], "one, so nothing is chosen"
-
-
-@pytest.mark.parametrize("discover", [True, False])
-def test_where_chunks_are_discovered_the_calibration_is_about_segments(discover: bool) -> None:
-    spec = spec_of(privacy={"default": {"discover": discover}, "other": {}})
-    command = shlex.split(calibration_job(spec, OWNER, EngineRevision.of(spec))["spec"]["entrypoint"])
-    assert options_of(command)["segments"] is discover
+    assert (told["form"], told["context"]) == ("plain", "bundled")
 
 
 def test_nothing_is_said_that_goes_without_saying() -> None:

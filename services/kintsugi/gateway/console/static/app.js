@@ -42,8 +42,10 @@ function select(name, focus) {
 }
 
 function describe(service) {
-  const blending = service.blending === "on" ? "blending is on" : "blending is off";
+  const { state, detail } = service.progress;
+  const blending = `blending is ${state === "off" ? "on, and not tested" : state}`;
   find("service").textContent = `${service.model} · reads ${service.max_model_len.toLocaleString("en")} tokens · ${blending}`;
+  find("service").title = detail;
 }
 
 async function start() {

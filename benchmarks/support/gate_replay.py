@@ -1,0 +1,246 @@
+"""Replays the gate's decisions on recorded outcomes of real models (`outcomes.py`).
+
+Streams draw recorded prompts with replacement, so the truth about every configuration is known: its mean loss
+over the records. Worlds are made worse where a figure needs it: a configuration is brought exactly to the
+limit by mixing in prompts that lose everything.
+
+`power` runs the product's own code (`quality.stream.choose_trials`, `quality.reports.ReportKeeper`). The
+false openings of a life of 10,000 requests are replayed on arrays with the same wealth as `Tally.log_wealth`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.support.outcomes import Records
+from kintsugi.core.evidence import BETS, STEPS, Deviation, Quality, Tally, TripTest, loss_of, trip_limit
+from kintsugi.core.gate import GateState
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import (
+    COMMON_SHARE,
+    ERROR,
+    FIRST_EPOCH,
+    LADDER,
+    NAMESPACES_MIN,
+    Binding,
+    Cell,
+    Part,
+    Report,
+    share_of_slot,
+    source_of,
+)
+from kintsugi.quality.reports import ReportKeeper
+from kintsugi.quality.stream import TRIP_PAIRS_MIN, TRIP_STEP, choose_trials
+
+LIFE = 10_000
+"""Requests of a stream's whole life."""
+PAIRS = 300
+TALLY_MAX = 1001
+"""Pairs that set a trip limit. It hardly changes afterwards, and a tally of many is slow to add to."""
+CLEAN = 20_000
+DROP = 0.05
+"""Drop of agreement that has to trip."""
+BINDING = Binding("00" * 16, "prefix", "raw")
+VERSIONS = "replay"
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class World:
+    """Losses of each configuration of the ladder, one value per recorded prompt."""
+
+    name: str
+    losses: dict[Selection, list[float]]
+    costs: dict[Selection, float]
+    deviations: dict[Selection, list[Deviation]]
+
+    @staticmethod
+    def of(records: Records) -> World:
+        deviations = {
+            one.selection: [Deviation(kl, changed) for kl, changed in zip(one.kl, one.changed, strict=True)]
+            for one in records.outcomes
+        }
+        return World(
+            f"{records.model}, {records.prompts}",
+            {name: [loss_of(one) for one in some] for name, some in deviations.items()},
+            {one.selection: sum(one.cost) / max(1, len(one.cost)) for one in records.outcomes},
+            deviations,
+        )
+
+    def mean(self, selection: Selection) -> float:
+        losses = self.losses[selection]
+        return sum(losses) / len(losses)
+
+    def at_limit(self, selection: Selection, limit: float) -> list[float]:
+        """Losses with the mean ``limit``: the recorded ones, mixed with total losses, or with none."""
+        losses, mean = self.losses[selection], self.mean(selection)
+        count = 20 * len(losses)
+        worst = (limit - mean) / (1 - mean) if mean < limit else 0.0
+        clean = 0.0 if mean <= limit else 1 - limit / mean
+        extra = [1.0] * round(count * worst) + [0.0] * round(count * clean)
+        kept = [losses[index % len(losses)] for index in range(count - len(extra))]
+        return [*kept, *extra]
+
+
+def log_wealths(losses: Floats, limit: float) -> Floats:
+    """Return the logarithm of the wealth after each pair, along the last axis, as `Tally.log_wealth`."""
+    rounded = np.ceil(losses * STEPS - 1e-9) / STEPS
+    parts = []
+    for share, weight in BETS.items():
+        gains = np.log1p(share / (1 - limit) * (limit - rounded))
+        parts.append(math.log(weight) + np.cumsum(gains, axis=-1))
+    total: Floats = np.logaddexp.reduce(np.stack(parts), axis=0)
+    return total
+
+
+def count_false_opens(
+    losses: Sequence[float], quality: Quality, streams: int, tenants: int, seed: int
+) -> int:
+    """Return how many streams open for a configuration whose losses are at the limit: for one of their
+    tenants on its own evidence, or for others on the evidence of all."""
+    generator, limit = np.random.default_rng(seed), quality.loss_max
+    opened = 0
+    each = LIFE // tenants
+    for _ in range(streams):
+        drawn = generator.choice(np.asarray(losses), size=(tenants, each))
+        wealths = log_wealths(drawn, limit)
+        own = [
+            -math.log(ERROR * (1 - COMMON_SHARE) * share_of_slot(slot) * FIRST_EPOCH)
+            for slot in range(1, tenants + 1)
+        ]
+        found = any(wealths[index].max() >= enough for index, enough in enumerate(own))
+        if tenants >= NAMESPACES_MIN:
+            enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(1))
+            common = np.minimum(wealths, enough / NAMESPACES_MIN).sum(axis=0)
+            found = found or common.max() >= enough
+        opened += bool(found)
+    return opened
+
+
+def count_foreign_opens(
+    good: Sequence[float], bad: Sequence[float], quality: Quality, streams: int, seed: int
+) -> int:
+    """Return how many of the streams with five tenants open for all because of one tenant's easy prompts:
+    its losses are ``good``, those of the four others ``bad``, at the limit."""
+    generator, limit = np.random.default_rng(seed), quality.loss_max
+    enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(1))
+    opened = 0
+    for _ in range(streams):
+        easy = generator.choice(np.asarray(good), size=(1, LIFE // 5))
+        hard = generator.choice(np.asarray(bad), size=(4, LIFE // 5))
+        wealths = log_wealths(np.concatenate([easy, hard]), limit)
+        opened += bool(np.minimum(wealths, enough / NAMESPACES_MIN).sum(axis=0).max() >= enough)
+    return opened
+
+
+@dataclass(frozen=True)
+class Search:
+    """What one stream found."""
+
+    first_open: int | None
+    """Pairs until anything passed."""
+    passed: tuple[Selection, ...]
+    """What passed within `PAIRS` prompts."""
+
+
+def run_search(world: World, quality: Quality, seed: int, trials: int = 2) -> Search:
+    """Let the product decide on a stream of recorded prompts. ``trials``: configurations per prompt."""
+    picks = random.Random(seed)
+    keeper = ReportKeeper(None, BINDING, VERSIONS, quality)
+    cell, source = Cell.of(False, 1000), source_of("replayed")
+    count, first = len(world.deviations[LADDER[0]]), None
+    for number in range(1, PAIRS + 1):
+        index = picks.randrange(count)
+        state = GateState(report=keeper.report, quality=quality, versions=VERSIONS)
+        chosen = choose_trials(state, cell, source, trials)
+        if not chosen:
+            break
+        for selection in chosen:
+            tally = Tally.of(world.deviations[selection][index], world.costs[selection], [200] * 6)
+            if keeper.record(cell, source, selection, tally):
+                first = first or number
+    return Search(first, keeper.report.standing(cell, source, quality).passed)
+
+
+def cheapest_passes(world: World, quality: Quality) -> list[Selection]:
+    """Return up to three of the cheapest configurations that truly pass with half of the limit's margin."""
+    true = [one for one in LADDER if world.mean(one) <= quality.loss_max / 2]
+    return sorted(true, key=lambda one: world.costs[one])[:3]
+
+
+class TripReplay:
+    """The trip test of one namespace, as the stream runs it."""
+
+    def __init__(self, quality: Quality) -> None:
+        self._quality = quality
+        self._tally = Tally()
+        self._limit = quality.loss_max
+        self._test = TripTest()
+
+    def observe(self, deviation: Deviation) -> bool:
+        if self._tally.pairs < TALLY_MAX:
+            self._tally += Tally.of(deviation, 0.5, [200])
+        if self._tally.pairs >= TRIP_PAIRS_MIN and self._tally.pairs % TRIP_STEP == 0:
+            self._limit = min(self._limit, trip_limit(self._tally, self._quality.loss_max))
+        return self._test.observe(loss_of(deviation), self._limit)
+
+
+def count_false_trips(clean: Sequence[Deviation], quality: Quality, seed: int) -> int:
+    """Return how often `CLEAN` pairs of recorded blends trip. Each trip starts anew."""
+    picks, replay, trips = random.Random(seed), TripReplay(quality), 0
+    for _ in range(CLEAN):
+        if replay.observe(picks.choice(clean)):
+            trips, replay = trips + 1, TripReplay(quality)
+    return trips
+
+
+def pairs_until_trip(
+    clean: Sequence[Deviation], damage: Callable[[Deviation], Deviation], quality: Quality, seed: int
+) -> int:
+    """Return the pairs until blends that changed after 300 clean ones are tripped; 10 * `PAIRS` if never."""
+    picks, replay = random.Random(seed), TripReplay(quality)
+    for _ in range(PAIRS):
+        replay.observe(picks.choice(clean))
+    for number in range(1, 10 * PAIRS):
+        if replay.observe(damage(picks.choice(clean))):
+            return number
+    return 10 * PAIRS
+
+
+def less_agreement(other: Sequence[Deviation], drop: float, seed: int) -> Callable[[Deviation], Deviation]:
+    """Return a damage that changes a share ``drop`` more of the tokens, with the KL that changed tokens have
+    in ``other``, the records of full KV reuse."""
+    changed = [one for one in other if one.changed]
+    per_change = sum(one.kl for one in changed) / max(1e-9, sum(one.changed for one in changed))
+    picks = random.Random(seed)
+
+    def damage(one: Deviation) -> Deviation:
+        more = min(1 - one.changed, picks.expovariate(1 / drop))
+        return Deviation(one.kl + more * per_change, one.changed + more)
+
+    return damage
+
+
+def survives_upgrade(quality: Quality) -> bool:
+    """Whether a report that opened under other versions still opens, on probation, and 32 pairs end it."""
+    keeper = ReportKeeper(None, BINDING, "kintsugi 0.1.0, vllm 0.32.0", quality)
+    cell, source = Cell.of(False, 1000), source_of("replayed")
+    good = Tally.of(Deviation(0.0005, 0.0), 0.5, [200] * 6)
+    for _ in range(60):
+        keeper.record(cell, source, LADDER[0], good)
+    document = keeper.report.to_bytes()
+    report = Report.from_bytes(document)
+    before = report.allowance(cell, source, quality, "kintsugi 0.1.1, vllm 0.32.1")
+    part = Part("other", "kintsugi 0.1.1, vllm 0.32.1", keeper.now)
+    later = ReportKeeper(None, BINDING, part.versions, quality)
+    later.report = report
+    for _ in range(32):
+        later.record(cell, source, LADDER[0], good)
+    after = later.report.allowance(cell, source, quality, part.versions)
+    return bool(before and before.on_probation and after and not after.on_probation)

@@ -1,0 +1,264 @@
+"""Evidence about blends: the loss of one answer, and what many losses prove about their mean. Pure.
+
+A pair is one prompt that was answered by full prefill and by a blend, one of them forced along the other's
+tokens. Its loss is a number in [0, 1] (`loss_of`). Two hypotheses about the mean loss are tested by betting:
+
+- "The mean is at least the limit" (`log_wealth`). A wealth starts at 1 and is multiplied by
+  ``1 + bet * (limit - loss)`` for each pair. While the hypothesis is true, the wealth is a non-negative
+  supermartingale, so it reaches ``1 / error`` with a probability of at most `error`, however often it is
+  checked and whenever the test stops (Ville's inequality; Waudby-Smith and Ramdas, "Estimating means of
+  bounded random variables by betting", 2024). Bets are fixed and the wealth is their weighted mean, so the
+  order of the pairs does not matter, and `Tally`, a histogram of losses, holds everything. Tallies of several
+  engines are added.
+- "The mean is at most the limit" (`TripTest`). Its wealth restarts from 1 whenever it falls below 1, so old
+  good answers do not hide a later drift (e-detectors: Shin, Ramdas and Rinaldo, 2022).
+
+Pairs must be independent. Positions within an answer need not be, because an answer is one number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.schema import STRICT
+
+KL_CAP = 0.08
+"""Nats. A mean KL of an answer from here on is a loss of 1."""
+CHANGED_MAX = 0.25
+"""An answer with another most likely token at more than this share of its positions is a loss of 1."""
+STEPS = 128
+"""Losses are rounded up to multiples of ``1 / STEPS``, which makes every test slightly stricter."""
+POSITIONS_MAX = 32
+"""Maximum number of leading answer tokens that are compared."""
+
+BETS: Mapping[float, float] = {0.95: 0.6, 0.8: 0.15, 0.6: 0.1, 0.4: 0.08, 0.2: 0.07}
+"""Shares of the largest bet, and their weights. The best share for a mean p is about 1 - p / limit. The
+weights favour small losses, because the first configuration to try is nearly exact."""
+TRIP_BETS = (0.05, 0.15, 0.3, 0.6)
+"""Bets of `TripTest`, times the limit. Each gains most if the mean exceeds the limit by about this share."""
+FALSE_TRIP = 5e-4
+"""Rate of false trips per pair while the mean loss is exactly at the limit; far lower below it."""
+TRIP_LIMIT_MIN = 0.02
+TRIP_LIMIT_ERROR = 0.1
+"""Probability that the mean loss at the time of the evidence is above `trip_limit`."""
+_BISECTIONS = 40
+
+
+class Quality(StrEnum):
+    """How much a blend may lose."""
+
+    STRICT = "strict"
+    """Mean loss below 1/24: mean KL, capped at 0.08 nats an answer, below 0.0033, and fewer than 1 answer in
+    24 beyond the cap or with more than a quarter of its tokens changed. Exact match within 1 point."""
+    BALANCED = "balanced"
+    """Mean loss below 1/8: mean KL, capped at 0.08 nats an answer, below 0.01, and fewer than 1 answer in 8
+    beyond the cap or with more than a quarter of its tokens changed. Exact match within 3 points."""
+    OFF = "off"
+    """Nothing is tested: blends as configured. Answers may be wrong without notice."""
+
+    @property
+    def loss_max(self) -> float:
+        """Limit of the mean loss."""
+        return 1 / 24 if self is Quality.STRICT else 1 / 8
+
+    @property
+    def wrong_max(self) -> float:
+        """Limit of the share of right answers that become wrong, less those that become right."""
+        return 0.01 if self is Quality.STRICT else 0.03
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The deviation of one answer from full prefill, over its leading positions."""
+
+    kl: float
+    """Mean KL divergence over the positions, full prefill's distribution against the blend's, in nats."""
+    changed: float
+    """Share of positions whose most likely token differs."""
+    positions: int = 1
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.kl) and self.kl >= 0 and 0 <= self.changed <= 1):
+            raise InvalidField("deviation", f"{self.kl} nats and {self.changed} are no KL and no share")
+        if self.positions < 1:
+            raise InvalidField("deviation.positions", f"{self.positions} must be at least 1")
+
+    @staticmethod
+    def of(kl: Sequence[float], differs: Sequence[bool]) -> Deviation:
+        """The deviation over all of these positions. Raises `InvalidField` for none."""
+        if not kl or len(kl) != len(differs):
+            raise InvalidField("deviation", f"{len(kl)} divergences and {len(differs)} comparisons")
+        return Deviation(sum(kl) / len(kl), sum(differs) / len(differs), len(kl))
+
+
+def loss_of(deviation: Deviation) -> float:
+    """Return the loss: 1 if more than `CHANGED_MAX` of the tokens changed, else the KL as a share of
+    `KL_CAP`, at most 1."""
+    return 1.0 if deviation.changed > CHANGED_MAX else min(1.0, deviation.kl / KL_CAP)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Losses of one configuration over many pairs, as sums that can be added."""
+
+    __pydantic_config__ = STRICT
+
+    losses: tuple[tuple[int, int], ...] = ()
+    """Number of pairs by loss: rows of (loss * `STEPS`, rounded up; pairs), ascending."""
+    answers: tuple[tuple[int, int], ...] = ()
+    """Pairs with a known answer, as rows of (full prefill's exact match minus the blend's; pairs)."""
+    cost: float = 0.0
+    """Sum of the blends' shares of a full prefill's work."""
+    kl: float = 0.0
+    """Sum of the mean KL of each pair, in nats."""
+    changed: float = 0.0
+    """Sum of the shares of changed tokens."""
+    sizes: tuple[tuple[int, int], ...] = ()
+    """Number of pairs by size of their chunks: rows of (`size_of`, pairs)."""
+    chunks: tuple[tuple[int, int], ...] = ()
+    """Number of pairs by number of chunks: rows of (`size_of`, pairs)."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("losses", 0, STEPS),
+            ("answers", -1, 1),
+            ("sizes", 0, 32),
+            ("chunks", 0, 32),
+        ):
+            for value, pairs in getattr(self, name):
+                if not low <= value <= high or pairs < 1:
+                    raise InvalidField(f"tally.{name}", f"has {pairs} pairs at {value}")
+        if not all(math.isfinite(one) and one >= 0 for one in (self.cost, self.kl, self.changed)):
+            raise InvalidField("tally", "has a sum that is not a finite number of at least 0")
+
+    @staticmethod
+    def of(deviation: Deviation, cost: float, chunk_tokens: Sequence[int], wrong: int | None = None) -> Tally:
+        """The tally of one pair. ``wrong``: full prefill's exact match minus the blend's; None: unknown."""
+        mean = sum(chunk_tokens) / max(1, len(chunk_tokens))
+        return Tally(
+            losses=((math.ceil(loss_of(deviation) * STEPS - 1e-9), 1),),
+            answers=() if wrong is None else ((wrong, 1),),
+            cost=cost,
+            kl=deviation.kl,
+            changed=deviation.changed,
+            sizes=((size_of(mean), 1),),
+            chunks=((size_of(len(chunk_tokens)), 1),),
+        )
+
+    def __add__(self, other: Tally) -> Tally:
+        rows = {
+            name: _add_rows(getattr(self, name), getattr(other, name))
+            for name in ("losses", "answers", "sizes", "chunks")
+        }
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ("cost", "kl", "changed")}
+        return Tally(**rows, **sums)  # type: ignore[arg-type]
+
+    @property
+    def pairs(self) -> int:
+        return sum(pairs for _, pairs in self.losses)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss; 0 without pairs."""
+        return sum(value * pairs for value, pairs in self.losses) / STEPS / max(1, self.pairs)
+
+    @property
+    def failed(self) -> int:
+        """Number of pairs with a loss of 1."""
+        return dict(self.losses).get(STEPS, 0)
+
+    def log_wealth(self, limit: float) -> float:
+        """Return the natural logarithm of the wealth of the bet that the mean loss is below ``limit``."""
+        return _log_wealth([(value / STEPS, pairs) for value, pairs in self.losses], limit)
+
+    def log_wealth_of_answers(self, limit: float) -> float:
+        """Return the same for the share of answers that become wrong, where answers are known."""
+        return _log_wealth(self.answers, limit)
+
+    def loss_upper(self, error: float) -> float:
+        """Return the highest mean loss that the pairs do not rule out: the mean is below it, except with
+        probability ``error``. 1 without pairs."""
+        enough, low, high = math.log(1 / error), 0.0, 1.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.log_wealth(middle) >= enough else (middle, high)
+        return high
+
+    def pairs_missing(self, limit: float, enough: float) -> int | None:
+        """Estimate how many more pairs, similar to these, bring the logarithm of the wealth to ``enough``;
+        None if more pairs do not help. Without pairs: as if nothing was lost."""
+        return _pairs_missing([(value / STEPS, pairs) for value, pairs in self.losses], limit, enough)
+
+    def pairs_missing_for_answers(self, limit: float, enough: float) -> int | None:
+        """Return the same for the share of answers that become wrong. 0 if no answers are known."""
+        known = sum(pairs for _, pairs in self.answers)
+        missing = _pairs_missing(self.answers, limit, enough) if known else 0
+        return missing and math.ceil(missing * self.pairs / known)
+
+
+EMPTY = Tally()
+
+
+def size_of(number: float) -> int:
+    """Return the octave of a length or count: 0 for 1, 1 for 2 and 3, 2 for 4 to 7."""
+    return int(math.log2(max(1.0, number)))
+
+
+def _add_rows(
+    one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    total = Counter(dict(one))
+    total.update(dict(other))
+    return tuple(sorted(total.items()))
+
+
+def _log_wealths(losses: Iterable[tuple[float, int]], limit: float) -> list[float]:
+    """Return the logarithm of the wealth of each bet. Bets are shares of the largest that keeps the wealth
+    positive at a loss of 1."""
+    some = list(losses)
+    return [
+        sum(pairs * math.log1p(share / (1 - limit) * (limit - loss)) for loss, pairs in some)
+        for share in BETS
+    ]
+
+
+def _log_wealth(losses: Iterable[tuple[float, int]], limit: float) -> float:
+    wealths = _log_wealths(losses, min(limit, 1 - 1e-9))
+    highest = max(wealths)
+    parts = zip(BETS.values(), wealths, strict=True)
+    return highest + math.log(sum(weight * math.exp(wealth - highest) for weight, wealth in parts))
+
+
+def _pairs_missing(losses: Sequence[tuple[float, int]], limit: float, enough: float) -> int | None:
+    pairs = sum(count for _, count in losses)
+    growth = max(_log_wealths(losses or [(0.0, 1)], limit)) / max(1, pairs)
+    missing = enough - _log_wealth(losses, limit)
+    if missing <= 0:
+        return 0
+    return math.ceil(missing / growth) if growth > 0 else None
+
+
+def trip_limit(tally: Tally, loss_max: float) -> float:
+    """Return the limit of a `TripTest` on blends with this evidence: the highest mean loss that the evidence
+    does not rule out, at least `TRIP_LIMIT_MIN` and at most ``loss_max``. So a good level that becomes worse
+    is noticed while it is still within the limit."""
+    return min(loss_max, max(TRIP_LIMIT_MIN, tally.loss_upper(TRIP_LIMIT_ERROR)))
+
+
+@dataclass
+class TripTest:
+    """Bets that the mean loss is above its limit."""
+
+    _wealths: list[float] = field(default_factory=lambda: [0.0] * len(TRIP_BETS))
+
+    def observe(self, loss: float, limit: float) -> bool:
+        """Add the loss of one pair and its limit. Return whether the mean is probably above the limit."""
+        for index, bet in enumerate(TRIP_BETS):
+            gain = math.log1p(bet / limit * (loss - limit))
+            self._wealths[index] = max(0.0, self._wealths[index]) + gain
+        return max(self._wealths) >= math.log(len(TRIP_BETS) / FALSE_TRIP)

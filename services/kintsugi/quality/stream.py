@@ -1,0 +1,445 @@
+"""The stream of evidence from served requests: pairs of answers by full prefill and by a blend.
+
+A connector cannot add requests, so the code that submits requests calls `Stream.prepare_prompt` before each
+request (one that is measured then requests logprobs), `Stream.take` with its answer, and `Stream.run_one`
+when the engine is idle. The client's answer is not affected. What is missing of a pair, the twin, is forced
+along the served answer's tokens, up to `POSITIONS_MAX` of them:
+
+- Where blending is shut, or slower with what is open, the request was prefilled in full. Its twins are blends
+  with the configurations that are to be decided next. Chunks that the request declares and the store lacks
+  are saved first.
+- Where the request was blended, the twin is a full prefill; further twins blend with the next cheaper
+  configurations. One stored chunk of the prompt is audited, too: it is prefilled again and compared with the
+  stored KV (`fusor.audit`). While there is a cheaper configuration to decide, every blend may be measured,
+  else a small share.
+
+Which requests are measured is decided when they are admitted, by their namespace, the free places and a
+random id, never by their answers. A twin that fails counts as the worst loss. Waiting prompts are held in
+memory alone, at most `PENDING_MAX` of them for `PENDING_S`; only losses are kept (`quality.reports`).
+
+When the trip test detects that served blends are beyond the limit, blending is closed for that namespace, and
+when audits find damaged chunks, for all. Closings are evidence in the same report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kintsugi.core.accounting import ChunkAudit, Outcome
+from kintsugi.core.errors import KintsugiError
+from kintsugi.core.evidence import (
+    POSITIONS_MAX,
+    Deviation,
+    Quality,
+    Tally,
+    TripTest,
+    loss_of,
+    trip_limit,
+)
+from kintsugi.core.gate import CLOSED, LEARNING, UNMEASURED, GateState
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import Allowance, Cell, Closing, Standing, source_of
+from kintsugi.core.request import Trial
+from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.engine.auditing import StoredCopy
+from kintsugi.engine.local import Generation, Prompt
+from kintsugi.fusor.audit import find_damage
+from kintsugi.quality import metrics
+from kintsugi.quality.reports import ReportKeeper
+from kintsugi.quality.sampling import FairSampler, is_sampled
+
+logger = logging.getLogger(__name__)
+
+TOP_LOGPROBS = 20
+"""vLLM's default limit."""
+FULL_PREFILLS = frozenset((LEARNING, CLOSED, UNMEASURED, "blending_is_slower", "loading_is_slower"))
+"""Reasons of full prefills that are measured: blending is shut for the prompt, or would be slower with what
+is open."""
+PENDING_MAX = 8
+"""Maximum number of answers that wait for their twins."""
+PENDING_S = 600.0
+"""Maximum wait. An answer that waited longer is dropped and counted."""
+OPEN_SHARE = 0.005
+"""Share of blended requests that are measured, divided evenly among the namespaces that send enough."""
+OPEN_PER_MINUTE = 1.0
+"""Minimum number of blends to measure per minute, if the share yields fewer."""
+PROBATION_SHARE = 0.25
+"""Share of blends that are measured while the evidence of other versions is on probation."""
+HOPELESS_PAIRS = 24
+"""Minimum number of pairs before a configuration can count as beyond the limit, so that no more are run."""
+TRIP_PAIRS_MIN = 32
+"""Minimum number of a namespace's own pairs whose losses set the limit of its trip test."""
+TRIP_STEP = 8
+"""Pairs between two computations of that limit."""
+AUDITS_WINDOW = 300
+"""Number of the latest audits in which damaged chunks are counted: five hours at one a minute."""
+DAMAGED_MIN = 2
+"""Number of different damaged chunks among them that stops blending; 1 on probation: a single one may come
+from a bad disk."""
+
+
+class Twins(Protocol):
+    """What the stream needs of an engine."""
+
+    async def answer_in_full(self, prompt: Prompt) -> Generation:
+        """Prefill in full, and along `Prompt.forced`."""
+        ...
+
+    async def blend(self, prompt: Prompt) -> Generation:
+        """Blend as `KintsugiParams.trial` says, and along `Prompt.forced`."""
+        ...
+
+    async def audit(self, prompt: Prompt) -> Generation: ...
+
+    async def save_missing(self, prompt: Prompt) -> None:
+        """Save the chunks that the prompt declares and the store lacks."""
+        ...
+
+    async def stored_copies(self, prompt: Prompt) -> list[StoredCopy]:
+        """Return the copies of chunks that a blend of the prompt loads."""
+        ...
+
+    async def delete(self, space: ChunkSpace, key: ChunkKey) -> None: ...
+
+    async def exchange(self, keeper: ReportKeeper) -> list[tuple[str, float, float]]: ...
+
+
+@dataclass(frozen=True)
+class _Pending:
+    prompt: Prompt
+    served: Generation
+    reason: str
+    """Why it was prefilled in full; empty for a blend."""
+    taken_s: float
+
+    @property
+    def is_blend(self) -> bool:
+        return not self.reason
+
+
+@dataclass
+class StreamCounts:
+    """Counts since the start."""
+
+    pairs: int = 0
+    """Pairs that were measured."""
+    failed: int = 0
+    """Pairs whose twin failed, which count as the worst loss."""
+    dropped: int = 0
+    """Answers that waited too long for their twin."""
+    audited: int = 0
+    """Stored chunks that were compared with a new prefill."""
+    damaged: int = 0
+    """Audited chunks that differed by more than rounding and the codec explain, and were deleted."""
+    closings: int = 0
+
+
+def compare_steps(
+    full: Sequence[dict[int, float]], blend: Sequence[dict[int, float]], positions: int
+) -> Deviation:
+    """Compare the distributions at the leading positions that both have. Raises `InvalidField` for none."""
+    pairs = list(zip(full[:positions], blend[:positions], strict=False))
+    return Deviation.of(
+        [metrics.kl_divergence(*pair) for pair in pairs], [not metrics.same_top(*pair) for pair in pairs]
+    )
+
+
+def count_positions(generation: Generation) -> int:
+    """Return the number of leading positions to compare. The token that ends an answer is not compared,
+    unless it is the whole answer."""
+    length = min(len(generation.token_ids), len(generation.top_logprobs))
+    ended = generation.finish_reason == "stop" and length > 1
+    return min(POSITIONS_MAX, length - ended)
+
+
+def is_hopeless(standing: Standing, quality: Quality) -> bool:
+    """Whether the next configuration is most likely beyond the limit, so that pairs would be wasted. Its mean
+    is then two standard errors above the limit; no verdict depends on it."""
+    tally, pairs = standing.tally, standing.tally.pairs
+    if pairs < HOPELESS_PAIRS:
+        return False
+    variance: float = tally.loss * (1 - tally.loss)
+    return bool(tally.loss - 2 * (variance / pairs) ** 0.5 > quality.loss_max)
+
+
+def choose_trials(state: GateState, cell: Cell, source: str, most: int) -> list[Selection]:
+    """Return the configurations to measure next for a source in a cell: at most ``most``, from the safest to
+    the cheapest of those that have not passed. None after one that is beyond the limit."""
+    report = state.report
+    if report is None:
+        return []
+    allowed = state.allowance(cell, source)
+    standing = report.standing(cell, source, state.quality)
+    passed = max(len(standing.passed), 0 if allowed is None else len(allowed.selections))
+    if passed == len(standing.passed) and is_hopeless(standing, state.quality):
+        return []
+    return list(report.ladder[passed : passed + most])
+
+
+class Stream:
+    """Measures the requests of one engine, on its event loop."""
+
+    def __init__(
+        self,
+        twins: Twins,
+        keeper: ReportKeeper,
+        gate: Callable[[], GateState],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``gate`` returns the engine's state; ``clock`` seconds."""
+        self.counts = StreamCounts()
+        self.dropped_by_length: Counter[int] = Counter()
+        """Answers dropped, by the band of their prompts."""
+        self._twins = twins
+        self._keeper = keeper
+        self._gate = gate
+        self._clock = clock
+        self._sampler = FairSampler(OPEN_SHARE, per_minute=OPEN_PER_MINUTE, now=clock)
+        self._pending: deque[_Pending] = deque()
+        self._trips: dict[tuple[str, int], TripTest] = {}
+        """By source and number of closings: evidence from before a closing trips nothing after it."""
+        self._limits: dict[tuple[Cell, str, Selection, int], float] = {}
+        self._audits: deque[tuple[ChunkKey, str] | None] = deque(maxlen=AUDITS_WINDOW)
+        # Seeded, so that equal runs audit the same chunks.
+        self._picks = random.Random(0)
+
+    @property
+    def positions(self) -> int:
+        """Number of leading positions of an answer that `take` needs: one more than are compared, because the
+        last one may be the token that ends the answer."""
+        return POSITIONS_MAX + 1
+
+    @property
+    def pending(self) -> int:
+        """Number of answers that wait for their twins."""
+        return len(self._pending)
+
+    @property
+    def is_next_blend(self) -> bool:
+        """Whether the next waiting answer is a blend."""
+        return bool(self._pending) and self._pending[0].is_blend
+
+    def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt:
+        """Return the request to submit; a measured one requests logprobs."""
+        state = self._gate()
+        if prompt.params is None or state.report is None or prompt.params.no_store:
+            return prompt
+        cell = Cell.of(prompt.params.discover, len(prompt.token_ids))
+        source = source_of(prompt.params.namespace)
+        allowed = state.allowance(cell, source)
+        if allowed is None:
+            measured = bool(choose_trials(state, cell, source, 1))
+        else:
+            share = max(
+                self._sampler.count_request(source),
+                PROBATION_SHARE * allowed.on_probation,
+                1.0 if not self._pending and choose_trials(state, cell, source, 1) else 0.0,
+            )
+            measured = is_sampled(request_id, share)
+        if not measured or len(self._pending) >= PENDING_MAX:
+            return prompt
+        # What is saved for the pair counts as put now: a later erasure removes it.
+        params = dataclasses.replace(prompt.params, asked_at_s=prompt.params.asked_at_s or time.time())
+        return dataclasses.replace(prompt, params=params, top_logprobs=max(prompt.top_logprobs, TOP_LOGPROBS))
+
+    def take(self, prompt: Prompt, generation: Generation) -> bool:
+        """Queue the answer to a prompt from `prepare_prompt`. Return whether it is queued."""
+        accounting = generation.accounting or {}
+        is_blend = accounting.get("outcome") == Outcome.BLENDED.value
+        label = str(accounting.get("reason") or "").partition(":")[0]
+        if not (is_blend or label in FULL_PREFILLS) or prompt.top_logprobs < TOP_LOGPROBS:
+            return False
+        if not generation.token_ids or len(self._pending) >= PENDING_MAX:
+            return False
+        self._pending.append(_Pending(prompt, generation, "" if is_blend else label, self._clock()))
+        return True
+
+    async def run_one(self) -> None:
+        """Run the twins of the answer that waits longest, if one still waits."""
+        self.drop_late()
+        if not self._pending:
+            return
+        if self._keeper.is_due:  # before anything is recorded: others' closings and slots count
+            await self._exchange()
+        pending = self._pending.popleft()
+        state, params = self._gate(), pending.prompt.params
+        assert params is not None
+        cell = Cell.of(params.discover, len(pending.prompt.token_ids))
+        source = source_of(params.namespace)
+        if pending.is_blend:
+            is_changed = await self._measure_blend(pending, state, cell, source)
+        else:
+            await self._twins.save_missing(pending.prompt)
+            allowed = state.allowance(cell, source)
+            trials = choose_trials(state, cell, source, 1 if self._pending else 2)
+            if pending.reason == UNMEASURED and allowed is not None:
+                trials = [allowed.cheapest]
+            steps = pending.served.top_logprobs
+            is_changed = False
+            for selection in trials:
+                opens = await self._try(pending, steps, selection, cell, source)
+                if opens is None:
+                    break
+                is_changed |= opens
+        if is_changed or self._keeper.is_due:
+            await self._exchange()
+
+    def drop_late(self) -> None:
+        """Drop the answers that waited too long."""
+        while self._pending and self._clock() - self._pending[0].taken_s > PENDING_S:
+            late = self._pending.popleft()
+            self.counts.dropped += 1
+            self.dropped_by_length[Cell.of(False, len(late.prompt.token_ids)).band] += 1
+
+    async def _exchange(self) -> None:
+        closed: set[str] = set()
+        for source, loss, limit in await self._twins.exchange(self._keeper):
+            # After a closing, the others are from before it.
+            if source not in closed and self._watch(source, loss, limit):
+                closed.add(source)
+
+    async def _try(
+        self,
+        pending: _Pending,
+        full_steps: Sequence[dict[int, float]],
+        selection: Selection,
+        cell: Cell,
+        source: str,
+    ) -> bool | None:
+        """Blend the prompt with a configuration, and record the pair. Return whether the configuration passes
+        now; None if the prompt cannot be blended."""
+        params = pending.prompt.params
+        assert params is not None
+        positions = count_positions(pending.served)
+        trial = dataclasses.replace(
+            pending.prompt,
+            params=dataclasses.replace(
+                params,
+                trial=Trial.of(selection),
+                discover=params.discover and not pending.is_blend,
+                ratio=None,
+                selector=None,
+                adaptive_mass=None,
+            ),
+            forced=pending.served.token_ids[:positions],
+        )
+        try:
+            twin = await self._twins.blend(trial)
+        except KintsugiError as error:
+            logger.warning("a blend for comparison failed, which counts as the worst loss: %s", error)
+            self.counts.failed += 1
+            return self._keeper.record(cell, source, selection, Tally.of(Deviation(0.0, 1.0), 1.0, [1]))
+        accounting = twin.accounting or {}
+        if accounting.get("outcome") != Outcome.BLENDED.value:
+            return None
+        deviation = compare_steps(full_steps, twin.top_logprobs, positions)
+        self.counts.pairs += 1
+        return self._keeper.record(cell, source, selection, _tally(deviation, accounting))
+
+    async def _measure_blend(self, pending: _Pending, state: GateState, cell: Cell, source: str) -> bool:
+        """Compare a served blend with full prefill. Return whether something opened or closed."""
+        positions = count_positions(pending.served)
+        plain = dataclasses.replace(pending.prompt, params=None, forced=pending.served.token_ids[:positions])
+        try:
+            full = await self._twins.answer_in_full(plain)
+        except KintsugiError:
+            self.counts.failed += 1  # an engine's failure says nothing about the blend
+            raise
+        deviation = compare_steps(full.top_logprobs, pending.served.top_logprobs, positions)
+        self.counts.pairs += 1
+        accounting = pending.served.accounting or {}
+        served = _served_selection(state.allowance(cell, source), accounting)
+        is_changed = False
+        if served is not None:
+            is_changed = self._keeper.record(cell, source, served, _tally(deviation, accounting))
+        limit = self._trip_limit(state, cell, source)
+        self._keeper.record_served(source, loss_of(deviation), limit)
+        is_changed |= self._watch(source, loss_of(deviation), limit)
+        is_changed |= await self._audit(pending.prompt, state)
+        for selection in choose_trials(state, cell, source, 2):
+            is_changed |= bool(await self._try(pending, full.top_logprobs, selection, cell, source))
+        return is_changed
+
+    def _trip_limit(self, state: GateState, cell: Cell, source: str) -> float:
+        """Return the lowest trip limit since the last closing. Only a namespace's own evidence lowers it."""
+        report, allowed = state.report, state.allowance(cell, source)
+        limit = state.quality.loss_max
+        if report is None or allowed is None:
+            return limit
+        key = cell, source, allowed.cheapest, report.epoch(source)
+        own = report.tally(cell, source, allowed.cheapest)
+        if own.pairs >= TRIP_PAIRS_MIN and own.pairs % TRIP_STEP == 0:
+            limit = trip_limit(own, limit)
+        self._limits[key] = min(limit, self._limits.get(key, limit))
+        return self._limits[key]
+
+    def _watch(self, source: str, loss: float, limit: float) -> bool:
+        """Add the loss of a served blend to its namespace's trip test. Return whether it closed blending."""
+        key = source, self._keeper.report.epoch(source)
+        if not self._trips.setdefault(key, TripTest()).observe(loss, limit):
+            return False
+        del self._trips[key]
+        reason = f"the mean loss of served blends is above {limit:.3f}"
+        self._close(Closing(reason, self._keeper.now, source))
+        return True
+
+    def _close(self, closing: Closing) -> None:
+        whom = "all namespaces" if not closing.source else "a namespace"
+        logger.error("BLENDING IS TURNED OFF for %s: %s", whom, closing.reason)
+        self.counts.closings += 1
+        self._keeper.close(closing)
+
+    async def _audit(self, prompt: Prompt, state: GateState) -> bool:
+        """Audit a random chunk that the prompt's blend loaded. Return whether that closed blending."""
+        try:
+            copies = await self._twins.stored_copies(prompt)
+            if not copies:
+                return False
+            copy = self._picks.choice(copies)
+            answer = await self._twins.audit(copy.prompt)
+        except KintsugiError as error:
+            logger.warning("the audit of a chunk failed: %s", error)
+            return False
+        accounting = answer.accounting or {}
+        if accounting.get("outcome") != Outcome.AUDITED.value:
+            logger.warning("chunk %s is not audited: %s", copy.key, accounting.get("reason"))
+            return False
+        damage = find_damage(ChunkAudit(**accounting["audit"]))
+        self.counts.audited += 1
+        self._audits.append(None if damage is None else (copy.key, damage))
+        if damage is None:
+            return False
+        self.counts.damaged += 1
+        logger.error("a stored chunk, %s, is damaged and is deleted: %s", copy.key, damage)
+        await self._twins.delete(copy.space, copy.key)
+        damaged = dict(one for one in self._audits if one is not None)
+        probation = state.report is not None and state.report.on_probation(state.versions)
+        if len(damaged) < (1 if probation else DAMAGED_MIN):
+            return False
+        self._audits.clear()
+        examples = "; ".join(f"{key}: {what}" for key, what in [*damaged.items()][-DAMAGED_MIN:])
+        reason = f"{len(damaged)} audited chunks differ from what the model computes ({examples})"
+        self._close(Closing(reason, self._keeper.now))
+        return True
+
+
+def _served_selection(allowed: Allowance | None, accounting: dict[str, object]) -> Selection | None:
+    """Return the configuration of a served blend: the cheapest that is open may have changed since. A blend
+    at a higher ratio counts for the next lower one. None: no open one."""
+    ratio = float(accounting.get("ratio") or 0.0)  # type: ignore[arg-type]
+    passed = () if allowed is None else allowed.selections
+    found = [one for one in passed if one.selector == accounting.get("selector") and one.ratio <= ratio]
+    return max(found, key=lambda one: one.ratio, default=None)
+
+
+def _tally(deviation: Deviation, accounting: dict[str, object]) -> Tally:
+    cost = float(accounting.get("cost") or 1.0)  # type: ignore[arg-type]
+    chunks, tokens = int(accounting.get("chunks_hit") or 0), int(accounting.get("tokens_hit") or 0)  # type: ignore[call-overload]
+    return Tally.of(deviation, cost, [tokens // max(1, chunks)] * max(1, chunks))

@@ -1,0 +1,233 @@
+"""Learning: a serving engine measures in idle time how much blends lose on the prompts that it serves.
+
+`quality.stream` decides what is measured and what follows. This module decides when: one answer at a time,
+while no request waits for its first token, with the lowest priority in vLLM's queue, and for at most a share
+of the engine's time. Under constant load nothing is measured. Twins use the engine's own KV cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kintsugi.core.deploy import ModelSpec
+from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.core.gate import Progress, summarize
+from kintsugi.core.report import Binding
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
+from kintsugi.engine.asynchronous import AsyncEngine
+from kintsugi.engine.auditing import StoredCopy, find_stored_copies
+from kintsugi.engine.local import Generation, Prompt
+from kintsugi.gateway.fill import FILL_PRIORITY
+from kintsugi.quality import reports
+from kintsugi.quality.reports import ReportKeeper
+from kintsugi.quality.stream import Stream, StreamCounts
+from kintsugi.store.client.registry import open_store
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""Interval between checks for waiting answers."""
+PRIORITY = FILL_PRIORITY + 1
+ANSWER_TIMEOUT_S = 300.0
+FULL_SHARE = 0.3
+"""Maximum share of an engine's time that twins of answers by full prefill may take."""
+BLEND_SHARE = 0.05
+"""The same for answers that were blended."""
+REPORT_FILE = "calibration.json"
+PUBLISH_RETRY_S = 0.5
+
+
+class _EngineTwins:
+    """Runs twins on an engine. Raises `Unavailable` if the engine is busy for too long."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def answer_in_full(self, prompt: Prompt) -> Generation:
+        return await self._limit(self._engine.answer_in_full(prompt, PRIORITY))
+
+    async def blend(self, prompt: Prompt) -> Generation:
+        return await self._limit(self._engine.blend(prompt, PRIORITY))
+
+    async def audit(self, prompt: Prompt) -> Generation:
+        return await self._limit(self._engine.audit(prompt, PRIORITY))
+
+    async def _limit(self, answer: Any) -> Generation:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                generation: Generation = await answer
+                return generation
+        except TimeoutError:
+            raise Unavailable(f"the engine was busy for {ANSWER_TIMEOUT_S:.0f} s") from None
+
+    async def stored_copies(self, prompt: Prompt) -> list[StoredCopy]:
+        assert prompt.params is not None
+        space = self._engine.space(prompt.params.namespace)
+        return await asyncio.to_thread(
+            find_stored_copies, self._engine.store, space, prompt.token_ids, prompt.params.spans
+        )
+
+    async def save_missing(self, prompt: Prompt) -> None:
+        params = prompt.params
+        assert params is not None
+        if not params.spans:
+            return
+        try:
+            stored = {copy.token_ids.data for copy in await self.stored_copies(prompt)}
+            tokens = [TokenIds.of(prompt.token_ids[one.start : one.end]) for one in params.spans]
+            missing = {one.data: one for one in tokens if one.data not in stored}
+            if missing:
+                await self._engine.save(
+                    "learning",
+                    params.namespace,
+                    [*missing.values()],
+                    PRIORITY,
+                    ttl_s=params.ttl_s,
+                    asked_at_s=params.asked_at_s,
+                )
+        except KintsugiError as error:
+            log.info("chunks of a measured prompt are not saved: %s", error)
+
+    async def delete(self, space: ChunkSpace, key: ChunkKey) -> None:
+        try:
+            await asyncio.to_thread(self._engine.store.delete, space.namespace, [key])
+        except KintsugiError as error:
+            log.warning("damaged chunk %s may still be stored: %s", key, error)
+
+    async def exchange(self, keeper: ReportKeeper) -> list[tuple[str, float, float]]:
+        found = await asyncio.to_thread(keeper.exchange)
+        await asyncio.to_thread(self._engine.gate.refresh)
+        return found
+
+
+class Learning:
+    """Measures one engine's requests, on that engine's event loop. `close` it before the engine."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        registry: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``registry`` exports the counts; None: no export."""
+        gate = engine.gate
+        keeper = ReportKeeper(engine.store, gate.binding, gate.versions, gate.quality, clock=clock)
+        self._engine = engine
+        self._clock = clock
+        self._rested_s = clock()
+        """When the next twin may start."""
+        self.stream = Stream(_EngineTwins(engine), keeper, lambda: gate.state, clock)
+        if registry is not None:
+            registry.register(LearningMetrics(self.stream.counts, lambda: summarize(gate.state)))
+        self._closing = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name="kintsugi-learning")
+        engine.watch(self.stream)
+
+    async def _run(self) -> None:
+        while not self._closing.is_set():
+            self.stream.drop_late()
+            while self._may_run():
+                share = BLEND_SHARE if self.stream.is_next_blend else FULL_SHARE
+                started_s = self._clock()
+                try:
+                    await self.stream.run_one()
+                except KintsugiError as error:
+                    log.warning("an answer was not measured: %s", error)
+                except Exception:
+                    log.exception("an answer could not be measured because of a defect")
+                self._rested_s = started_s + (self._clock() - started_s) / share
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), POLL_S)
+
+    def _may_run(self) -> bool:
+        if self._closing.is_set() or not self.stream.pending:
+            return False
+        return not self._engine.stats().waiting and self._clock() >= self._rested_s
+
+    async def close(self) -> None:
+        """Stop measuring, and abort a running twin. Nothing uses the engine or its store afterwards.
+        Idempotent."""
+        self._engine.watch(None)
+        self._closing.set()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+class LearningMetrics(Collector):
+    """Prometheus metrics of one engine's evidence."""
+
+    def __init__(self, counts: StreamCounts, progress: Callable[[], Progress]) -> None:
+        self._counts = counts
+        self._progress = progress
+
+    def collect(self) -> Iterator[Metric]:
+        for name, about in (
+            ("pairs", "Answers that were compared with a twin"),
+            ("failed", "Comparisons whose twin failed, which count as the worst loss"),
+            ("dropped", "Answers that waited too long for their twin"),
+            ("audited", "Stored chunks that were prefilled again and compared"),
+            ("damaged", "Compared chunks that were damaged and were deleted"),
+            ("closings", "Times that this engine turned blending off"),
+        ):
+            yield CounterMetricFamily(f"kintsugi_quality_{name}", about, value=getattr(self._counts, name))
+        progress = self._progress()
+        yield GaugeMetricFamily(
+            "kintsugi_quality_open", "Whether blending is open", value=float(progress.state == "open")
+        )
+        for name, about in (
+            ("cost", "Share of a full prefill's work of the open configuration"),
+            ("loss", "Mean loss of the configuration that is open, or that is measured"),
+            ("loss_upper", "95 % upper bound of the open configuration's mean loss"),
+            ("loss_max", "Limit of the mean loss"),
+            ("kl", "Mean KL of the open configuration, in nats"),
+            ("changed", "Mean share of changed tokens of the open configuration"),
+            ("pairs_missing", "Estimated number of further prompts until the next configuration passes"),
+        ):
+            value = getattr(progress, name)
+            if value is not None:
+                yield GaugeMetricFamily(f"kintsugi_quality_{name}", about, value=float(value))
+
+
+def make_learning(engine: AsyncEngine, registry: CollectorRegistry | None = None) -> Learning | None:
+    """Return the learning of an engine; None for an engine whose report is not in the store, or that tests
+    nothing."""
+    return Learning(engine, registry) if engine.learns else None
+
+
+def publish_shipped(model: ModelSpec, store_url: str, binding: Binding, patience_s: float = 0.0) -> bool:
+    """Publish the report beside the checkpoint if it has this `binding` and the store has none.
+
+    Retries for `patience_s` while the store does not answer: it may still be starting. Returns whether the
+    report was published. Raises `Corrupted` and `VersionMismatch` for an invalid report, and the store's
+    errors.
+    """
+    file = Path(model.path) / REPORT_FILE
+    if not file.is_file():
+        return False
+    report = reports.read(file)
+    if report.binding != binding:
+        return False
+    until_s = time.monotonic() + patience_s
+    with closing(open_store(store_url)) as store:
+        while True:
+            try:
+                if store.get_report(binding.model, binding.report_name) is not None:
+                    return False
+                reports.publish(store, report)
+                return True
+            except Unavailable as error:
+                if time.monotonic() >= until_s:
+                    raise
+                log.info("the store does not accept the report yet (%s)", error)
+                time.sleep(PUBLISH_RETRY_S)

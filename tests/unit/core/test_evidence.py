@@ -1,0 +1,235 @@
+"""Losses, and what many of them prove. Error rates are checked by simulation, with seeds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.evidence import (
+    EMPTY,
+    KL_CAP,
+    STEPS,
+    TRIP_LIMIT_MIN,
+    Deviation,
+    Quality,
+    Tally,
+    TripTest,
+    loss_of,
+    size_of,
+    trip_limit,
+)
+from tests.fakes.reports import tally_of
+
+LIMIT = Quality.BALANCED.loss_max
+ERROR = 0.05
+ENOUGH = math.log(1 / ERROR)
+
+Draw = Callable[[random.Random], float]
+AT_THE_LIMIT: dict[str, Draw] = {
+    "one in eight is lost": lambda some: float(some.random() < LIMIT),
+    "one in four is half lost": lambda some: 0.5 * (some.random() < 2 * LIMIT),
+    "all are at the limit": lambda some: LIMIT,
+    "most are near the limit, few are lost": lambda some: (
+        1.0 if some.random() < 1 / 32 else LIMIT - (1 - LIMIT) / 31
+    ),
+}
+"""Losses with a mean of exactly `LIMIT`."""
+
+
+def draw_tallies(draw: Draw, seed: int, pairs: int, step: int) -> Iterator[Tally]:
+    """The tally after each ``step`` more pairs."""
+    some, total = random.Random(seed), EMPTY
+    for _ in range(pairs // step):
+        losses = Counter(math.ceil(draw(some) * STEPS) for _ in range(step))
+        total += Tally(losses=tuple(losses.items()))
+        yield total
+
+
+@pytest.mark.parametrize(
+    ("kl", "changed", "loss"),
+    [
+        (0.0, 0.0, 0.0),
+        (KL_CAP / 4, 0.0, 0.25),
+        (KL_CAP, 0.25, 1.0),
+        (9.0, 0.0, 1.0),
+        (0.0, 0.25, 0.0),
+        (0.0, 0.26, 1.0),
+    ],
+)
+def test_the_loss_is_the_capped_kl_unless_many_tokens_changed(kl: float, changed: float, loss: float) -> None:
+    assert loss_of(Deviation(kl, changed)) == pytest.approx(loss)
+
+
+def test_a_deviation_is_the_mean_over_its_positions() -> None:
+    assert Deviation.of([0.25, 0.75], [True, False]) == Deviation(0.5, 0.5, 2)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Deviation.of([], []),
+        lambda: Deviation.of([0.1], [True, False]),
+        lambda: Deviation(-0.1, 0.0),
+        lambda: Deviation(math.nan, 0.0),
+        lambda: Deviation(math.inf, 0.0),
+        lambda: Deviation(0.0, 1.1),
+        lambda: Deviation(0.0, 0.0, 0),
+        lambda: Tally(losses=((STEPS + 1, 1),)),
+        lambda: Tally(losses=((0, 0),)),
+        lambda: Tally(answers=((2, 1),)),
+        lambda: Tally(sizes=((-1, 1),)),
+        lambda: Tally(cost=math.nan),
+        lambda: Tally(kl=-1.0),
+    ],
+)
+def test_impossible_values_are_refused(build: Callable[[], object]) -> None:
+    with pytest.raises(InvalidField):
+        build()
+
+
+def test_one_pair_is_a_tally() -> None:
+    tally = Tally.of(Deviation(KL_CAP / 3, 0.1), 0.4, [100, 200, 300], wrong=1)
+    assert tally.losses == ((43, 1),), "rounded up: 42.7 of 128"
+    assert (tally.pairs, tally.loss, tally.failed) == (1, 43 / STEPS, 0)
+    assert (tally.cost, tally.kl, tally.changed) == (0.4, KL_CAP / 3, 0.1)
+    assert (tally.answers, tally.sizes, tally.chunks) == (((1, 1),), ((7, 1),), ((1, 1),))
+    assert Tally.of(Deviation(0.0, 1.0), 1.0, [1]).failed == 1
+    assert EMPTY.pairs == EMPTY.loss == EMPTY.failed == 0
+
+
+def test_sizes_are_counted_by_octave() -> None:
+    assert [size_of(one) for one in (0, 1, 2, 3, 4, 7, 8, 1024)] == [0, 0, 1, 1, 2, 2, 3, 10]
+
+
+def test_tallies_are_added_in_any_order_and_grouping() -> None:
+    some = random.Random(1)
+    pairs = [
+        Tally.of(
+            Deviation(some.randrange(8) / 64, some.randrange(4) / 8),
+            some.randrange(4) / 4,
+            [some.randrange(1, 400)] * some.randrange(1, 9),
+            some.choice((None, -1, 0, 1)),
+        )
+        for _ in range(200)
+    ]
+    whole = sum(pairs, EMPTY)
+    assert whole.pairs == 200
+    shuffled = pairs[:]
+    some.shuffle(shuffled)
+    halves = sum(shuffled[:77], EMPTY) + sum(shuffled[77:], EMPTY)
+    assert (halves.losses, halves.answers, halves.sizes, halves.chunks) == (
+        whole.losses,
+        whole.answers,
+        whole.sizes,
+        whole.chunks,
+    )
+    assert (halves.cost, halves.kl, halves.changed) == pytest.approx((whole.cost, whole.kl, whole.changed))
+    for limit in (0.05, 0.125, 0.5):
+        assert halves.log_wealth(limit) == pytest.approx(whole.log_wealth(limit))
+    assert EMPTY + whole == whole
+
+
+@pytest.mark.parametrize("name", AT_THE_LIMIT)
+def test_at_the_limit_at_most_the_stated_share_of_streams_ever_passes(name: str) -> None:
+    streams = 400
+    passed = sum(
+        any(tally.log_wealth(LIMIT) >= ENOUGH for tally in draw_tallies(AT_THE_LIMIT[name], seed, 1000, 20))
+        for seed in range(streams)
+    )
+    assert passed <= ERROR * streams
+
+
+def test_streams_at_half_of_the_limit_pass() -> None:
+    def draw(some: random.Random) -> float:
+        return float(some.random() < LIMIT / 2)
+
+    passed = sum(
+        any(tally.log_wealth(LIMIT) >= ENOUGH for tally in draw_tallies(draw, seed, 600, 20))
+        for seed in range(100)
+    )
+    assert passed >= 90
+
+
+def test_a_catastrophe_in_one_prompt_of_five_never_passes() -> None:
+    total = EMPTY
+    for _ in range(200):
+        total += tally_of(4, 0.0)
+        assert total.log_wealth(LIMIT) < ENOUGH
+        total += tally_of(1, 1.0)
+    assert total.failed == 200
+    assert total.pairs_missing(LIMIT, ENOUGH) is None
+
+
+def test_the_number_of_missing_pairs_is_foreseen() -> None:
+    foreseen = EMPTY.pairs_missing(LIMIT, ENOUGH)
+    needed = next(pairs for pairs in range(1, 200) if tally_of(pairs, 0.0).log_wealth(LIMIT) >= ENOUGH)
+    assert foreseen is not None
+    assert foreseen <= needed <= foreseen + 8
+    half = tally_of(needed // 2, 0.0).pairs_missing(LIMIT, ENOUGH)
+    assert half is not None
+    assert abs(half - (needed - needed // 2)) <= 8
+    assert tally_of(needed, 0.0).pairs_missing(LIMIT, ENOUGH) == 0
+    assert tally_of(20, LIMIT).pairs_missing(LIMIT, ENOUGH) is None
+    worse = tally_of(20, LIMIT / 2).pairs_missing(LIMIT, ENOUGH)
+    assert worse is not None
+    assert worse > foreseen
+
+
+def test_exact_match_is_shown_by_many_answers_alone() -> None:
+    limit = Quality.BALANCED.wrong_max
+    assert tally_of(100, answers=((0, 100),)).log_wealth_of_answers(limit) < ENOUGH
+    assert tally_of(200, answers=((0, 200),)).log_wealth_of_answers(limit) >= ENOUGH
+    assert tally_of(200, answers=((0, 180), (1, 20))).log_wealth_of_answers(limit) < 0
+    balanced = tally_of(200, answers=((-1, 20), (0, 160), (1, 20)))
+    assert balanced.log_wealth_of_answers(limit) < ENOUGH, "as many became right as wrong"
+
+
+def test_the_upper_bound_is_above_the_mean_and_falls_with_more_pairs() -> None:
+    few, many = tally_of(40, 0.0625), tally_of(400, 0.0625)
+    assert EMPTY.loss_upper(ERROR) == 1.0
+    assert 0.0625 < many.loss_upper(ERROR) < few.loss_upper(ERROR) < 1.0
+    assert few.loss_upper(ERROR) < few.loss_upper(ERROR / 10)
+    upper = many.loss_upper(ERROR)
+    assert many.log_wealth(upper) >= ENOUGH > many.log_wealth(upper - 1e-6)
+
+
+def test_strict_is_a_third_of_balanced() -> None:
+    strict, balanced = Quality.STRICT, Quality.BALANCED
+    assert strict.loss_max == pytest.approx(balanced.loss_max / 3)
+    assert strict.wrong_max == pytest.approx(balanced.wrong_max / 3)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda some: float(some.random() < LIMIT / 2),
+        lambda some: LIMIT / 2,
+        lambda some: min(1.0, some.expovariate(2 / LIMIT)),
+    ],
+    ids=["lost or not", "constant", "exponential"],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_at_half_of_the_limit_trip_nothing(draw: Draw, seed: int) -> None:
+    some, test = random.Random(seed), TripTest()
+    assert not any(test.observe(draw(some), LIMIT) for _ in range(20_000))
+
+
+@pytest.mark.parametrize("clean", [0, 5000])
+@pytest.mark.parametrize("seed", range(20))
+def test_three_times_the_limit_trips_soon_however_good_earlier_answers_were(seed: int, clean: int) -> None:
+    some, test = random.Random(seed), TripTest()
+    assert not any(test.observe(0.0, LIMIT) for _ in range(clean))
+    assert any(test.observe(float(some.random() < 3 * LIMIT), LIMIT) for _ in range(200))
+
+
+def test_the_trip_limit_follows_the_evidence_within_its_bounds() -> None:
+    assert trip_limit(EMPTY, LIMIT) == LIMIT
+    assert trip_limit(tally_of(10_000), LIMIT) == TRIP_LIMIT_MIN
+    assert trip_limit(tally_of(100, LIMIT), LIMIT) == LIMIT
+    some = trip_limit(tally_of(400, 0.03125), LIMIT)
+    assert 0.03125 < some < trip_limit(tally_of(100, 0.03125), LIMIT) < LIMIT
