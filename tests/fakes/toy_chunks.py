@@ -86,10 +86,9 @@ class ToyPrompt:
         selector: SelectorName = SelectorName.HKVD,
         check_layer: int = 1,
         query_layers: tuple[int, ...] = (),
-        adaptive_mass: float | None = None,
         exact_end: int = 0,
     ) -> BlendPlan:
-        selection = Selection(ratio, selector, check_layer, query_layers, adaptive_mass)
+        selection = Selection(ratio, selector, check_layer, query_layers)
         return BlendPlan(tuple(self.hits), selection, exact_end)
 
     def open_loader(self, plan: BlendPlan, start: int, end: int, depth: int = 2) -> LayerLoader:

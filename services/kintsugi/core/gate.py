@@ -82,7 +82,7 @@ class GateState:
             raise NotBlendable(*self._why_closed(cell, source))
         wanted = apply_options(allowance.cheapest, options)
         if options.chosen and wanted.ratio != 1.0:
-            _check_options(wanted, options, allowance)
+            _check_options(wanted, allowance)
         return Permit(wanted, allowance)
 
     def _why_closed(self, cell: Cell, source: str) -> tuple[str, str]:
@@ -102,7 +102,7 @@ def describe_progress(standing: Standing) -> str:
     return f"{pairs} of about {pairs + standing.missing} prompts were measured"
 
 
-def _check_options(wanted: Selection, options: BlendOptions, allowance: Allowance) -> None:
+def _check_options(wanted: Selection, allowance: Allowance) -> None:
     """Raise `NotBlendable` for a selector that did not pass, `BelowMinimum` for less than what passed."""
     passed = [one for one in allowance.selections if one.selector == wanted.selector]
     if not passed:
@@ -117,11 +117,6 @@ def _check_options(wanted: Selection, options: BlendOptions, allowance: Allowanc
             "ratio",
             f"{wanted.ratio:g} is below {lowest:g}, the lowest that passed for {wanted.selector}; request "
             f"{lowest:g} or more, or leave it out",
-        )
-    if options.adaptive_mass is not None and options.adaptive_mass < 1.0:
-        raise BelowMinimum(
-            "adaptive_mass",
-            f"{options.adaptive_mass:g} is below 1, and no lower mass passed; leave it out",
         )
 
 

@@ -58,16 +58,10 @@ class Selection:
     """The layer whose KV deviation selects tokens, for selectors that use it."""
     query_layers: tuple[int, ...] = ()
     """Layers at which the question's attention counts, ascending. Empty: chosen by the fusor."""
-    adaptive_mass: float | None = None
-    """Makes `ratio` a ceiling: only the tokens that make up this share of the selector's signal over all
-    candidates are chosen. If None, or if the selector has no signal, the ratio is used as it is."""
-    ratio_min: float = 0.0
-    """Lower limit of an adaptive ratio."""
 
     def __post_init__(self) -> None:
-        for name in ("ratio", "ratio_min"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise InvalidField(name, f"{getattr(self, name)} is outside [0, 1]")
+        if not 0.0 <= self.ratio <= 1.0:
+            raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
         parse_selector(self.selector)
         if self.check_layer < 0:
             raise InvalidField("check_layer", f"{self.check_layer} must not be negative")
@@ -75,13 +69,11 @@ class Selection:
             set(self.query_layers)
         ):
             raise InvalidField("query_layers", f"{list(self.query_layers)} must ascend from 0 or above")
-        if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
-            raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
 
 
 def selection_of(trial: Trial) -> Selection:
     """Return the configuration of a trial."""
-    return Selection(trial.ratio, trial.selector, trial.check_layer, trial.query_layers, trial.adaptive_mass)
+    return Selection(trial.ratio, trial.selector, trial.check_layer, trial.query_layers)
 
 
 def apply_options(selection: Selection, options: BlendOptions) -> Selection:
@@ -140,9 +132,9 @@ def plan_digest(
     """
     hasher = blake3.blake3(b"kintsugi-plan\0" + space.digest)
     # Adding 0.0 makes one spelling of 1 and 1.0, and of the two zeros.
-    ratios = f"{selection.ratio + 0.0!r}\0{selection.ratio_min + 0.0!r}\0{selection.adaptive_mass!r}"
+    ratio = f"{selection.ratio + 0.0!r}"
     layers = f"{selection.check_layer}\0{','.join(map(str, selection.query_layers))}"
-    hasher.update(f"{selection.selector}\0{layers}\0{ratios}\0".encode())
+    hasher.update(f"{selection.selector}\0{layers}\0{ratio}\0".encode())
     for span in spans:
         hasher.update(span.start.to_bytes(8, "little") + span.end.to_bytes(8, "little"))
     hasher.update((b"\1" if takes_others else b"\0") + token_bytes(asking))

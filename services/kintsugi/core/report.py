@@ -125,11 +125,9 @@ class Binding:
 
 
 def describe_selection(selection: Selection) -> str:
-    """`hkvd r=0.15 @1`: selector, ratio, check layer, and what else is set."""
+    """`hkvd r=0.15 @1`: selector, ratio, check layer, and query layers if set."""
     text = f"{selection.selector} r={selection.ratio:g} @{selection.check_layer}"
-    if selection.query_layers:
-        text += f" q={_describe_layers(selection.query_layers)}"
-    return text if selection.adaptive_mass is None else f"{text} mass={selection.adaptive_mass:g}"
+    return f"{text} q={_describe_layers(selection.query_layers)}" if selection.query_layers else text
 
 
 def _describe_layers(layers: Sequence[int]) -> str:

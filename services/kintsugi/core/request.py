@@ -109,16 +109,12 @@ class BlendOptions:
 
     ratio: float | None = None
     selector: str | None = None
-    adaptive_mass: float | None = None
-    """Makes the ratio a ceiling: see `core.plan.Selection`. 1 recomputes up to the ceiling."""
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
             raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
         if self.selector is not None:
             parse_selector(self.selector)
-        if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
-            raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> BlendOptions:
@@ -176,8 +172,6 @@ class Trial:
     """`core.plan.Selection.check_layer`."""
     query_layers: tuple[int, ...] = ()
     """`core.plan.Selection.query_layers`."""
-    adaptive_mass: float | None = None
-    """`core.plan.Selection.adaptive_mass`."""
 
     def __post_init__(self) -> None:
         if len(self.tag) != TRIAL_TAG_CHARS or not set(self.tag) <= set("0123456789abcdef"):
@@ -192,7 +186,6 @@ class Trial:
             str(selection.selector),
             selection.check_layer,
             selection.query_layers,
-            selection.adaptive_mass,
         )
 
 
@@ -200,7 +193,7 @@ class Trial:
 class KintsugiParams:
     """One request's constraints, and their JSON form. JSON has types: `true` is not a ratio.
 
-    ``ratio``, ``selector`` and ``adaptive_mass`` are those of `BlendOptions`, which `options` returns.
+    ``ratio`` and ``selector`` are those of `BlendOptions`, which `options` returns.
     """
 
     __pydantic_config__ = STRICT
@@ -217,9 +210,6 @@ class KintsugiParams:
     """Share of the hit tokens to recompute, 0 to 1. Null: the report's."""
     selector: str | None = None
     """Which tokens to recompute. Null: the report's."""
-    adaptive_mass: StrictFloat | None = None
-    """Makes the ratio a ceiling: only the tokens that make up this share of the selector's signal are
-    recomputed. 1 recomputes up to the ceiling."""
     explain: StrictBool = False
     """Report which positions each layer computed, and what `timeline` reports."""
     timeline: StrictBool = False

@@ -74,7 +74,6 @@ class Selector(ABC):
     """Layers at which the question's attention is measured; empty if it is not used."""
 
     def __init__(self, selection: Selection, num_layers: int) -> None:
-        self.selection = selection
         self.ratio = selection.ratio
         self.check_layer = min(selection.check_layer, num_layers - 1)
         self.num_layers = num_layers
@@ -93,24 +92,8 @@ class Selector(ABC):
 
     def keep(self, layer: int, candidates: Candidates) -> Tensor:
         """Return the indices of the candidates that stay active at `layer`, ascending."""
-        scores = self.scores(layer, candidates)
-        return top(scores, self.count(layer, scores, candidates))
-
-    def count(self, layer: int, scores: Tensor, candidates: Candidates) -> int:
-        """Return the number of candidates that stay active."""
-        return quota(self.ratio_at(layer), candidates.num_hit_tokens)
-
-
-class AdaptiveSelector(Selector):
-    """A selector with additive scores, which can stop when the chosen tokens hold enough of their sum."""
-
-    def count(self, layer: int, scores: Tensor, candidates: Candidates) -> int:
-        ceiling = super().count(layer, scores, candidates)
-        mass = self.selection.adaptive_mass
-        if mass is None:
-            return ceiling
-        floor = quota(min(self.selection.ratio_min, self.ratio_at(layer)), candidates.num_hit_tokens)
-        return min(ceiling, max(floor, count_covering(mass, scores)))
+        count = quota(self.ratio_at(layer), candidates.num_hit_tokens)
+        return top(self.scores(layer, candidates), count)
 
 
 def quota(ratio: float, num_hit_tokens: int) -> int:
@@ -124,17 +107,7 @@ def top(scores: Tensor, count: int) -> Tensor:
     return order[: min(count, len(order))].sort().values
 
 
-def count_covering(mass: float, scores: Tensor) -> int:
-    """Return the size of the smallest set that holds a share `mass` of the sum of nonnegative `scores`; at
-    least 1 if there are any. Cost: one sort."""
-    if not len(scores):
-        return 0
-    # Summed in double precision, so that thousands of small scores are not lost in rounding.
-    summed = scores.double().sort(descending=True).values.cumsum(0)
-    return min(len(scores), int((summed < mass * summed[-1]).sum()) + 1)
-
-
-class HkvdSelector(AdaptiveSelector):
+class HkvdSelector(Selector):
     """Highest KV deviation at one check layer, as in the released CacheBlend (paper §4.3)."""
 
     def signal_at(self, layer: int) -> Signal | None:
@@ -187,7 +160,7 @@ class RandomSelector(UpfrontSelector):
         return splitmix64(candidates.positions)
 
 
-class QuerySelector(AdaptiveSelector, UpfrontSelector):
+class QuerySelector(UpfrontSelector):
     """The tokens with the highest attention from the question."""
 
     def __init__(self, selection: Selection, num_layers: int) -> None:
@@ -219,7 +192,7 @@ class HybridSelector(QuerySelector):
 
     def keep(self, layer: int, candidates: Candidates) -> Tensor:
         scores = self.scores(layer, candidates)
-        count = self.count(layer, scores, candidates)
+        count = quota(self.ratio_at(layer), candidates.num_hit_tokens)
         # Chunk heads come first; both filtering layers choose the same ones, because they use the same ratio.
         heads = top(
             -candidates.offsets,

@@ -326,7 +326,6 @@ class Stream:
                 discover=params.discover and not pending.is_blend,
                 ratio=None,
                 selector=None,
-                adaptive_mass=None,
             ),
             forced=pending.served.token_ids[:positions],
         )

@@ -84,9 +84,6 @@ class GenerateOptions(TypedDict, total=False):
     """Share of the chunks' tokens to recompute, 0 to 1."""
     selector: str
     """Name of the selector, which chooses the tokens to recompute."""
-    adaptive_mass: float
-    """Share of the selector's signal, 0 to 1. Recomputes only as many tokens as hold this share; the ratio
-    remains the upper limit."""
     explain: bool
     """Report the recomputed positions and the times of each layer in the accounting."""
     no_blend: bool

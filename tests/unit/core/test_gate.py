@@ -70,15 +70,12 @@ def test_a_request_may_choose_what_passed_and_more() -> None:
     assert permit(state, BlendOptions(ratio=0.75)).selection == LADDER[0]
     assert permit(state, BlendOptions(ratio=0.5)).selection == dataclasses.replace(LADDER[1], ratio=0.5)
     assert permit(state, BlendOptions(ratio=0.4, selector=QUERY)).selection == LADDER[1]
-    assert permit(state, BlendOptions(adaptive_mass=1.0)).selection.adaptive_mass == 1.0
 
 
 def test_less_than_what_passed_is_refused_with_the_minimum_named() -> None:
     state = state_of(open_report(rungs=2))
     with pytest.raises(BelowMinimum, match=r"ratio: 0\.2 is below 0\.4, the lowest that passed for query"):
         permit(state, BlendOptions(ratio=0.2))
-    with pytest.raises(BelowMinimum, match=r"adaptive_mass: 0\.5 is below 1"):
-        permit(state, BlendOptions(adaptive_mass=0.5))
 
 
 def test_a_selector_that_did_not_pass_is_refused_except_for_an_exact_ratio() -> None:

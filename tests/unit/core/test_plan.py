@@ -72,8 +72,6 @@ def test_every_argument_decides_the_digest() -> None:
         plan_digest(SPACE, spans, Selection(0.15, check_layer=2)),
         plan_digest(SPACE, spans, Selection(0.15, query_layers=(1,))),
         plan_digest(SPACE, spans, Selection(0.15, query_layers=(1, 2))),
-        plan_digest(SPACE, spans, Selection(0.15, adaptive_mass=0.9)),
-        plan_digest(SPACE, spans, Selection(0.15, adaptive_mass=0.9, ratio_min=0.05)),
         plan_digest(SPACE, [], Selection(0.15)),
         plan_digest(SPACE, spans, Selection(0.15), PROMPT),
         plan_digest(SPACE, spans, Selection(0.15), PROMPT[:-1]),
@@ -106,13 +104,11 @@ def test_no_two_ratios_share_a_digest(ratios: list[float]) -> None:
     [
         ("ratio", -0.1),
         ("ratio", float("nan")),
-        ("ratio_min", 1.5),
+        ("ratio", 1.5),
         ("check_layer", -1),
         ("query_layers", (-1,)),
         ("query_layers", (2, 1)),
         ("query_layers", (1, 1)),
-        ("adaptive_mass", 0.0),
-        ("adaptive_mass", float("nan")),
     ],
 )
 def test_an_impossible_selection_is_refused(field: str, value: object) -> None:

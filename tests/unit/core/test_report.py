@@ -160,7 +160,6 @@ def test_layers_are_described_as_a_range() -> None:
         describe_selection(Selection(0.1, hkvd, 1, layers)) for layers in ((), (0, 1, 2), (1, 3), (4,))
     ]
     assert described == ["hkvd r=0.1 @1", "hkvd r=0.1 @1 q=0-2", "hkvd r=0.1 @1 q=1,3", "hkvd r=0.1 @1 q=4"]
-    assert describe_selection(Selection(0.1, hkvd, adaptive_mass=0.5)) == "hkvd r=0.1 @1 mass=0.5"
 
 
 @pytest.mark.parametrize(

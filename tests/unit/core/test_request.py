@@ -48,11 +48,10 @@ def test_everything_is_read() -> None:
         spans=[[3, 9], [9, 20, KEY.hex]],
         ratio=0,
         selector="random",
-        adaptive_mass=0.9,
         explain=True,
     )
     assert found == KintsugiParams(
-        "acme", Op.BLEND, (Span(3, 9), Span(9, 20, KEY)), 0.0, SelectorName.RANDOM, 0.9, True
+        "acme", Op.BLEND, (Span(3, 9), Span(9, 20, KEY)), 0.0, SelectorName.RANDOM, True
     )
 
 
@@ -66,10 +65,6 @@ def test_everything_is_read() -> None:
         ({"ratio": True}, "kintsugi.ratio", "number"),
         ({"ratio": "0.5"}, "kintsugi.ratio", "number"),
         ({"selector": "hkdv"}, "selector", "hkvd, hkvd_gradual, chunk_head, query"),
-        ({"adaptive_mass": 0.0}, "adaptive_mass", r"\(0, 1\]"),
-        ({"adaptive_mass": 1.01}, "adaptive_mass", r"\(0, 1\]"),
-        ({"adaptive_mass": float("nan")}, "adaptive_mass", r"\(0, 1\]"),
-        ({"adaptive_mass": True}, "kintsugi.adaptive_mass", "number"),
         ({"selector": 3}, "kintsugi.selector", "string"),
         ({"op": "blnd"}, "kintsugi.op", "'blend', 'save', 'audit' or 'off'"),
         ({"version": 2}, "version", "is not 1"),
@@ -172,7 +167,6 @@ def params(draw: st.DrawFn) -> KintsugiParams:
         spans=draw(chosen if one else st.none() | chosen),
         ratio=draw(st.none() | st.floats(0.0, 1.0)),
         selector=draw(st.none() | st.sampled_from(SelectorName)),
-        adaptive_mass=draw(st.none() | st.floats(0.01, 1.0)),
         explain=draw(st.booleans()),
         timeline=draw(st.booleans()),
         ttl_s=draw(st.none() | st.floats(0.001, TTL_S_MAX)),
@@ -201,11 +195,11 @@ def test_the_options_are_the_parameters_of_the_same_names(given_params: Kintsugi
 
 
 def test_a_selection_takes_what_a_request_chooses() -> None:
-    ours = Selection(0.15, SelectorName.QUERY, check_layer=3, adaptive_mass=0.9)
+    ours = Selection(0.15, SelectorName.QUERY, check_layer=3)
     assert apply_options(ours, BlendOptions()) == ours
     assert apply_options(ours, BlendOptions(ratio=0.0)) == replace(ours, ratio=0.0)
-    chosen = BlendOptions(0.4, SelectorName.RANDOM, 0.5)
-    assert apply_options(ours, chosen) == Selection(0.4, SelectorName.RANDOM, 3, adaptive_mass=0.5)
+    chosen = BlendOptions(0.4, SelectorName.RANDOM)
+    assert apply_options(ours, chosen) == Selection(0.4, SelectorName.RANDOM, 3)
 
 
 def test_no_lifetime_is_the_longest() -> None:

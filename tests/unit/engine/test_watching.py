@@ -137,7 +137,6 @@ def test_a_watcher_is_shown_the_best_of_as_many_positions_as_it_wants(
         sampling(KintsugiParams("acme", Op.SAVE, (Span(0, 2),))),
         sampling(KintsugiParams("acme", ratio=0.4)),
         sampling(KintsugiParams("acme", selector=SelectorName.HKVD)),
-        sampling(KintsugiParams("acme", adaptive_mass=0.9)),
         sampling(n=2),
         sampling(logprobs=0),
         sampling(logprobs=3),

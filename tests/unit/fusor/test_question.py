@@ -268,16 +268,6 @@ def test_only_what_the_blend_writes_or_compares_stays_in_memory(
     assert held == {layer: forgets or layer in needed for layer in range(3)}
 
 
-def test_an_adaptive_ratio_is_what_the_tally_reports() -> None:
-    scene = prompt()
-    plan = scene.plan(0.9, SelectorName.QUERY, query_layers=(1,), adaptive_mass=0.3)
-    work, _ = blended(scene, plan)
-    mass = expected_mass(scene, (1,)).sort(descending=True).values
-    fewest = next(n for n in range(len(mass)) if float(mass[:n].sum()) >= 0.3 * float(mass.sum()))
-    assert work.tally.tokens_recomputed == fewest < quota(0.9, len(HITS))
-    assert len(work.tally.active_positions[0]) == LENGTH - len(HITS) + fewest
-
-
 @pytest.mark.parametrize("selector", [SelectorName.QUERY, SelectorName.HYBRID])
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_chunk_lost_under_the_question_is_computed_instead(selector: SelectorName, layer: int) -> None:

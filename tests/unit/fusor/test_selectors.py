@@ -21,7 +21,6 @@ from kintsugi.fusor.selectors import (
     Candidates,
     Selector,
     Signal,
-    count_covering,
     depends_on_question,
     make_selector,
     quota,
@@ -247,63 +246,6 @@ def test_query_layers_lie_in_the_model(
 ) -> None:
     selection = Selection(0.2, SelectorName.QUERY, query_layers=wanted)
     assert make_selector(selection, layers).query_layers == expected
-
-
-ADAPTIVE = [*HKVD, SelectorName.QUERY, SelectorName.HYBRID]
-
-
-def adaptive(name: SelectorName, ratio: float, mass: float, ratio_min: float = 0.0) -> Selector:
-    return make_selector(Selection(ratio, name, 0, (), mass, ratio_min), 1)
-
-
-@pytest.mark.parametrize("name", [SelectorName.HKVD, SelectorName.QUERY])
-def test_an_adaptive_ratio_stops_where_the_signal_is_used_up(name: SelectorName) -> None:
-    scores = torch.full((100,), 0.1 / 97)
-    scores[[7, 20, 60]] = torch.tensor([0.3, 0.4, 0.2])
-    known = candidates_of(torch.arange(100), attention=scores, deviation=scores)
-    for mass, expected in ((0.39, [20]), (0.41, [7, 20]), (0.69, [7, 20]), (0.89, [7, 20, 60])):
-        assert adaptive(name, 0.5, mass).keep(0, known).tolist() == expected
-    assert len(adaptive(name, 0.5, 0.92).keep(0, known)) == pytest.approx(3 + 0.02 * 97 / 0.1, abs=1)
-    assert len(adaptive(name, 0.5, 1.0).keep(0, known)) == 50
-    assert len(adaptive(name, 0.02, 1.0).keep(0, known)) == 2
-    assert len(adaptive(name, 0.5, 0.4, ratio_min=0.2).keep(0, known)) == 20
-    assert len(adaptive(name, 0.1, 0.4, ratio_min=0.2).keep(0, known)) == 10
-
-
-@given(
-    name=st.sampled_from(ADAPTIVE),
-    ratio=RATIOS,
-    mass=st.floats(0.01, 1.0),
-    ratio_min=st.floats(0, 1),
-    layers=st.integers(1, 6),
-    seed=st.integers(0, 99),
-)
-def test_adaptive_sets_lie_between_floor_and_ceiling(
-    name: SelectorName, ratio: float, mass: float, ratio_min: float, layers: int, seed: int
-) -> None:
-    selector = make_selector(Selection(ratio, name, 1, (), mass, ratio_min), layers)
-    sets = run(selector, torch.arange(150), seed)
-    assert all(set(b.tolist()) <= set(a.tolist()) for a, b in itertools.pairwise(sets))
-    for layer, kept in enumerate(sets):
-        ceiling = selector.ratio_at(layer)
-        assert quota(min(ratio_min, ratio), 150) <= len(kept) or len(kept) == quota(ceiling, 150)
-        assert 1 <= len(kept) <= quota(ceiling, 150)
-
-
-@pytest.mark.parametrize("name", [SelectorName.RANDOM, SelectorName.CHUNK_HEAD])
-def test_without_a_signal_the_ratio_is_as_it_is(name: SelectorName) -> None:
-    assert len(run(make_selector(Selection(0.5, name, adaptive_mass=0.01), 4), torch.arange(100))[-1]) == 50
-
-
-@given(st.floats(0.01, 1.0), st.lists(st.floats(0, 1e6, width=32), max_size=50))
-def test_holding_is_the_smallest_such_set(mass: float, scores: list[float]) -> None:
-    count = count_covering(mass, torch.tensor(scores))
-    ordered = sorted(scores, reverse=True)
-    assert count <= len(scores)
-    if scores:
-        assert count >= 1
-        assert sum(ordered[:count]) >= mass * sum(ordered) * (1 - 1e-9)
-        assert count == 1 or sum(ordered[: count - 1]) <= mass * sum(ordered) * (1 + 1e-9)
 
 
 def test_which_selectors_depend_on_the_question() -> None:

@@ -198,8 +198,8 @@ def _raise_ratio(
     plan: BlendPlan, forecast: BlendForecast, full_s: float, request: PlanRequest
 ) -> tuple[BlendPlan, BlendForecast]:
     """Raise the ratio to the highest one that loading hides: the paper's case of a device that computes
-    faster than it loads. Ratios of 0 and 1 are deliberate and stay; an adaptive ratio stops by itself."""
-    if not 0 < plan.selection.ratio < RATIO_MAX or plan.selection.adaptive_mass is not None:
+    faster than it loads. Ratios of 0 and 1 are deliberate and stay."""
+    if not 0 < plan.selection.ratio < RATIO_MAX:
         return plan, forecast
     free_s = min(full_s, (1 + FREE_SHARE) * forecast.ttft_s)
     for step in range(int(RATIO_MAX / RATIO_STEP + 1e-9), int(plan.selection.ratio / RATIO_STEP + 1e-9), -1):

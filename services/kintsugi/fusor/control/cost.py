@@ -63,7 +63,7 @@ class PassWork:
 
 
 def pass_work(selection: Selection, work: PassWorkload) -> PassWork:
-    """The work of each layer of a blend: exact for a fixed ratio, an upper bound for an adaptive one."""
+    """The work of each layer of a blend: exact."""
     hit, other, layers = work.hit_tokens, work.other_tokens, work.num_layers
     if selection.ratio not in (0, 1):
         hit -= work.exact_tokens

@@ -691,7 +691,6 @@ class GenerateRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     RATIO_FIELD_NUMBER: builtins.int
     SELECTOR_FIELD_NUMBER: builtins.int
-    ADAPTIVE_MASS_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
     NO_BLEND_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
@@ -701,7 +700,6 @@ class GenerateRequest(google.protobuf.message.Message):
     ratio: builtins.float
     """Overrides of the engine's calibrated defaults."""
     selector: builtins.str
-    adaptive_mass: builtins.float
     explain: builtins.bool
     """Positions and times per layer in the accounting."""
     no_blend: builtins.bool
@@ -731,17 +729,14 @@ class GenerateRequest(google.protobuf.message.Message):
         sampling: global___Sampling | None = ...,
         ratio: builtins.float | None = ...,
         selector: builtins.str = ...,
-        adaptive_mass: builtins.float | None = ...,
         explain: builtins.bool = ...,
         no_blend: builtins.bool = ...,
         priority: builtins.int = ...,
         model: builtins.str = ...,
         ttl_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "_ttl_s", b"_ttl_s", "adaptive_mass", b"adaptive_mass", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "_ttl_s", b"_ttl_s", "adaptive_mass", b"adaptive_mass", "explain", b"explain", "model", b"model", "namespace", b"namespace", "no_blend", b"no_blend", "priority", b"priority", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "segments", b"segments", "selector", b"selector", "ttl_s", b"ttl_s"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_adaptive_mass", b"_adaptive_mass"]) -> typing.Literal["adaptive_mass"] | None: ...
+    def HasField(self, field_name: typing.Literal["_ratio", b"_ratio", "_ttl_s", b"_ttl_s", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ratio", b"_ratio", "_ttl_s", b"_ttl_s", "explain", b"explain", "model", b"model", "namespace", b"namespace", "no_blend", b"no_blend", "priority", b"priority", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "segments", b"segments", "selector", b"selector", "ttl_s", b"ttl_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ratio", b"_ratio"]) -> typing.Literal["ratio"] | None: ...
     @typing.overload

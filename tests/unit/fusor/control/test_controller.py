@@ -296,13 +296,6 @@ def test_the_ratio_stays_where_others_could_use_the_computing() -> None:
         assert plan.selection.ratio == (0.2 if "options" in changes else 0.15)
 
 
-def test_an_adaptive_ratio_knows_when_to_stop_by_itself() -> None:
-    adaptive = LoadingController(Selection(0.15, adaptive_mass=0.9))
-    plan = outcome(asked(12e9, chunks=1, size=3072, is_alone=True), adaptive)
-    assert isinstance(plan, BlendPlan)
-    assert plan.selection.ratio == 0.15
-
-
 def test_loading_hides_behind_the_passes_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as it may run ahead."""
     monkeypatch.setattr("kintsugi.fusor.control.forecast.PREFETCH_LAYERS", 16)

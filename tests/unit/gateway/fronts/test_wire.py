@@ -24,10 +24,7 @@ def test_every_blend_option_has_a_field_of_its_name_in_a_request() -> None:
         ({}, BlendOptions()),
         ({"ratio": 0.0}, BlendOptions(ratio=0.0)),
         ({"selector": ""}, BlendOptions()),
-        (
-            {"ratio": 0.25, "selector": "query", "adaptive_mass": 0.5},
-            BlendOptions(0.25, SelectorName.QUERY, 0.5),
-        ),
+        ({"ratio": 0.25, "selector": "query"}, BlendOptions(0.25, SelectorName.QUERY)),
     ],
 )
 def test_a_call_has_the_options_that_the_client_set(wire: dict[str, Any], options: BlendOptions) -> None:
@@ -35,7 +32,7 @@ def test_a_call_has_the_options_that_the_client_set(wire: dict[str, Any], option
     assert call_of(request, "r", {}).options == options
 
 
-@pytest.mark.parametrize("wire", [{"ratio": 1.5}, {"selector": "none"}, {"adaptive_mass": 0.0}])
+@pytest.mark.parametrize("wire", [{"ratio": 1.5}, {"selector": "none"}])
 def test_an_option_that_cannot_be_is_named(wire: dict[str, Any]) -> None:
     (name,) = wire
     with pytest.raises(InvalidField, match=name):
