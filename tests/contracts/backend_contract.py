@@ -27,7 +27,6 @@ from kintsugi.core.exchange import (
     OpenAICall,
     OpenAIHead,
     PromptMatch,
-    SaveState,
 )
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, TokenIds
@@ -189,7 +188,7 @@ class BackendContract:
         info = engines.run(engines.backend.info())
         chunks = [engines.tokens(40), engines.tokens(33)]
         outcomes = engines.run(engines.backend.save("save", "contract", chunks))
-        assert [outcome.state for outcome in outcomes] == [SaveState.SAVED, SaveState.SAVED]
+        assert [outcome.is_saved for outcome in outcomes] == [True, True]
         prompt, spans = [*info.prefix_token_ids], []
         for chunk in chunks:
             key = ChunkKey.of(space_of(info, "contract"), chunk)
@@ -209,7 +208,7 @@ class BackendContract:
 
     def test_one_chunk_that_cannot_be_saved_does_not_fail_the_others(self, engines: Engines) -> None:
         outcomes = engines.run(engines.backend.save("save", "contract", [engines.tokens(16), TokenIds()]))
-        assert [outcome.state for outcome in outcomes] == [SaveState.SAVED, SaveState.FAILED]
+        assert [outcome.is_saved for outcome in outcomes] == [True, False]
         assert outcomes[1].reason
 
     def test_an_openai_request_is_answered_head_first(self, engines: Engines) -> None:
@@ -230,7 +229,7 @@ class BackendContract:
     def test_stored_chunks_are_found_in_a_prompt_that_does_not_mark_them(self, engines: Engines) -> None:
         info, chunk = engines.run(engines.backend.info()), engines.tokens(80)
         (outcome,) = engines.run(engines.backend.save("save", "found", [chunk]))
-        assert outcome.state is SaveState.SAVED, outcome.reason
+        assert outcome.is_saved, outcome.reason
         ids = [*engines.tokens(7), *chunk, *engines.tokens(9)]
 
         def find(namespace: str, prompt: list[int], **more: Any) -> PromptMatch:

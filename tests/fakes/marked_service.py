@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.exchange import SaveOutcome, SaveState
+from kintsugi.core.exchange import SaveOutcome
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds, anchors_of
 from kintsugi.gateway.fill import FillConfig
@@ -70,7 +70,7 @@ class TellingBackend(StubBackend):
             space, key, anchor, len(token_ids), _LAYOUT, Codec.RAW, frames, asked_at_s=asked_at_s
         )
         await asyncio.to_thread(self._shard.put, manifest, frames, ttl_s=ttl_s or 0.0)
-        return SaveOutcome(SaveState.SAVED)
+        return SaveOutcome(is_saved=True)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from kintsugi.core.exchange import (
     OpenAIHead,
     PromptMatch,
     SaveOutcome,
-    SaveState,
     Usage,
 )
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
@@ -206,12 +205,12 @@ class StubBackend(EngineBackend):
         for token_ids in chunks:
             await asyncio.sleep(self.delays.save_s)
             if not token_ids:
-                outcomes.append(SaveOutcome(SaveState.FAILED, "the chunk has no tokens"))
+                outcomes.append(SaveOutcome(False, "the chunk has no tokens"))
                 continue
             try:
                 outcomes.append(await self._put(namespace, token_ids, ttl_s, asked_at_s))
             except (InvalidField, NotFound) as error:
-                outcomes.append(SaveOutcome(SaveState.FAILED, str(error)))
+                outcomes.append(SaveOutcome(False, str(error)))
         return outcomes
 
     async def _put(
@@ -227,7 +226,7 @@ class StubBackend(EngineBackend):
             assert self._store is not None
             manifest, frames = _zeros(copy, token_ids, asked_at_s)
             self._store.put(manifest, frames, ttl_s=ttl_s or 0.0)
-        return SaveOutcome(SaveState.SAVED)
+        return SaveOutcome(is_saved=True)
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         self._check_up()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import NotFound, Unavailable
-from kintsugi.core.exchange import SaveOutcome, SaveState
+from kintsugi.core.exchange import SaveOutcome
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway import erasing
@@ -170,9 +170,9 @@ class Engine:
         for tokens in chunks:
             try:
                 self._shards.put(namespace, tokens, asked_at_s)
-                outcomes.append(SaveOutcome(SaveState.SAVED))
+                outcomes.append(SaveOutcome(is_saved=True))
             except NotFound as error:
-                outcomes.append(SaveOutcome(SaveState.FAILED, str(error)))
+                outcomes.append(SaveOutcome(False, str(error)))
         return outcomes
 
     def let_go(self, chance: random.Random | None = None) -> bool:
@@ -298,7 +298,7 @@ class Simulation:
         held = {entry.address for shard in self._shards.up.values() for entry in shard.table.entries()}
         for asked, future in self._saves:
             stays = asked.knows and not self._is_erased(asked)
-            is_there = (asked.namespace, asked.key) in held and future.result().state is SaveState.SAVED
+            is_there = (asked.namespace, asked.key) in held and future.result().is_saved
             if stays and not is_there:
                 judgement.lost.append(f"{asked} ({future.result()})")
         return judgement

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import NotFound
@@ -81,18 +80,11 @@ class EngineDelta:
     """The logprob of `EngineRequest.scored_token`; None if none was requested."""
 
 
-class SaveState(StrEnum):
-    """The result of saving a chunk."""
-
-    SAVED = "saved"
-    FAILED = "failed"
-
-
 @dataclass(frozen=True)
 class SaveOutcome:
     """The result of saving one chunk, and the reason of a failure."""
 
-    state: SaveState
+    is_saved: bool
     reason: str = ""
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kintsugi import __version__
+from kintsugi.core.accounting import Outcome
 from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import (
@@ -31,7 +32,6 @@ from kintsugi.core.exchange import (
     OpenAIHead,
     PromptMatch,
     SaveOutcome,
-    SaveState,
     Usage,
 )
 from kintsugi.core.gate import GateState, Progress, summarize, widest
@@ -475,7 +475,7 @@ class AsyncEngine(EngineBackend):
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
         async def one(index: int, chunk: TokenIds) -> SaveOutcome:
-            outcome = SaveOutcome(SaveState.FAILED)
+            outcome = SaveOutcome(is_saved=False)
             for number, copy in enumerate(copies):
                 save_id = f"{request_id}-{index}-{number}"
                 try:
@@ -487,10 +487,10 @@ class AsyncEngine(EngineBackend):
                         asked_at_s=asked_at_s,
                     )
                 except InvalidField as error:
-                    return SaveOutcome(SaveState.FAILED, str(error))
+                    return SaveOutcome(False, str(error))
                 async with turn:
                     outcome = await self._save_copy(EngineRequest(save_id, tokens, params, GREEDY, priority))
-                if outcome.state is not SaveState.SAVED:
+                if not outcome.is_saved:
                     break
             return outcome
 
@@ -504,11 +504,11 @@ class AsyncEngine(EngineBackend):
             async for delta in self.generate(request):
                 accounting = delta.accounting or {}
         except KintsugiError as error:
-            return SaveOutcome(SaveState.FAILED, str(error))
-        if accounting.get("outcome") == SaveState.SAVED.value:
-            return SaveOutcome(SaveState.SAVED)
+            return SaveOutcome(False, str(error))
+        if accounting.get("outcome") == Outcome.SAVED.value:
+            return SaveOutcome(is_saved=True)
         reason = str(accounting.get("reason") or "the connector did not answer")
-        return SaveOutcome(SaveState.FAILED, reason)
+        return SaveOutcome(False, reason)
 
     async def close(self) -> None:
         """End the engine's process and abort its requests. Idempotent."""

@@ -24,7 +24,6 @@ from kintsugi.core.exchange import (
     EngineBackend,
     EngineInfo,
     SaveOutcome,
-    SaveState,
 )
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import is_within
@@ -397,7 +396,7 @@ class Saver:
             if one.is_running:  # a later request of the chunk must not share this save
                 del self._saves[one.address]
             elif not one.future.done():
-                one.future.set_result(SaveOutcome(SaveState.FAILED, "the chunk was erased meanwhile"))
+                one.future.set_result(SaveOutcome(False, "the chunk was erased meanwhile"))
 
     async def _run(
         self,
@@ -428,7 +427,7 @@ class Saver:
                 if self._saves.get(one.address) is one:  # false if it was dropped
                     del self._saves[one.address]
                 if not one.future.done():
-                    one.future.set_result(saved.get(one) or SaveOutcome(SaveState.FAILED, problem))
+                    one.future.set_result(saved.get(one) or SaveOutcome(False, problem))
 
     def _wait_for_turn(self, namespace: str, batch: Sequence[_Save]) -> AbstractAsyncContextManager[object]:
         """Wait in the queue of requests to the engines, if there is one: saves with slots of their own would

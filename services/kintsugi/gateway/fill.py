@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kintsugi.core.errors import KintsugiError, ResourceExhausted
-from kintsugi.core.exchange import SaveState
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.request import longest_ttl
 from kintsugi.core.spaces import ChunkKey, TokenIds
@@ -253,7 +252,7 @@ class Filler:
         try:
             chunks = [(key, miss.tokens) for (_, key), miss in batch]
             outcomes = await self._saver.save(namespace, chunks, FILL_PRIORITY, first.ttl_s, first.asked_at_s)
-            saved = [outcome.state is SaveState.SAVED for outcome in outcomes]
+            saved = [outcome.is_saved for outcome in outcomes]
         except ResourceExhausted as error:
             log.info("%d misses are not filled now: %s", len(batch), error)
             for address, _ in batch:

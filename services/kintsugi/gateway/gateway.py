@@ -23,7 +23,6 @@ from kintsugi.core.exchange import (
     EngineDelta,
     OpenAICall,
     SaveOutcome,
-    SaveState,
 )
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.namespaces import NO_RULES, NamespacePrivacy, NamespaceRules
@@ -487,4 +486,4 @@ class Gateway:
 def _put_state(outcome: SaveOutcome | None) -> tuple[PutState, str]:
     if outcome is None:
         return PutState.ACCEPTED, ""
-    return (PutState.STORED if outcome.state is SaveState.SAVED else PutState.FAILED), outcome.reason
+    return (PutState.STORED if outcome.is_saved else PutState.FAILED), outcome.reason

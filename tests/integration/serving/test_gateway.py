@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kintsugi.core.deploy import GatewaySpec, GatewaySpecExpert
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
-from kintsugi.core.exchange import EngineInfo, SaveState
+from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.spaces import ChunkKey, TokenIds, token_bytes
 from kintsugi.gateway import chunks as gateway_chunks
 from kintsugi.gateway.chunks import Saver
@@ -552,17 +552,17 @@ def test_a_chunk_is_saved_once_however_many_ask() -> None:
         saver = Saver(backend, waiting_tokens_max=10)
         key = ChunkKey(b"k" * 32)
         outcomes = await asyncio.gather(*(saver.save(NAMESPACE, [(key, TokenIds.of([1]))]) for _ in range(5)))
-        assert {outcome.state for (outcome,) in outcomes} == {SaveState.SAVED}
+        assert {outcome.is_saved for (outcome,) in outcomes} == {True}
         assert len(backend.seen.saves) == 1
         with pytest.raises(ResourceExhausted, match="at most 10"):
             saver.submit(NAMESPACE, [(key, TokenIds(bytes(44)))])
         backend.down = True
         ((failed,),) = [await saver.save(NAMESPACE, [(key, TokenIds.of([1]))])]
-        assert (failed.state, failed.reason) == (SaveState.FAILED, "the stub is down; send the request again")
+        assert (failed.is_saved, failed.reason) == (False, "the stub is down; send the request again")
         backend.down, backend.delays = False, StubDelays(save_s=60.0)
         (waiting,) = saver.submit(NAMESPACE, [(key, TokenIds.of([1]))])
         await asyncio.sleep(0)
         await saver.close()
-        assert (await waiting).state is SaveState.FAILED
+        assert not (await waiting).is_saved
 
     asyncio.run(ask())

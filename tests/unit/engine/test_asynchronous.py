@@ -24,7 +24,7 @@ from kintsugi.core.errors import (
     Unavailable,
     UnknownField,
 )
-from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, SaveState, Usage
+from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, Usage
 from kintsugi.core.gate import GateState
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import Span, TokenIds
@@ -263,7 +263,7 @@ def test_chunks_are_saved_one_by_one_and_fail_one_by_one() -> None:
     client = ScriptedClient((7,), SAVED)
     chunks = [TokenIds.of([5, 6]), TokenIds(), TokenIds.of(range(20))]
     outcomes = asyncio.run(engine_over(client).save("s", "acme", chunks, 9, 60.0))
-    assert [outcome.state for outcome in outcomes] == [SaveState.SAVED, SaveState.FAILED, SaveState.FAILED]
+    assert [outcome.is_saved for outcome in outcomes] == [True, False, False]
     assert "empty" in outcomes[1].reason
     ((prompt, sampling, _, more),) = client.asked
     assert prompt["prompt_token_ids"] == [0, 5, 6, 6]
@@ -282,7 +282,7 @@ def test_with_a_context_both_copies_are_saved_or_the_chunk_has_failed() -> None:
         client = ScriptedClient((7,), SAVED)
         engine = engine_over(client, extra_config={**context, **more})
         (outcome,) = asyncio.run(engine.save("s", "acme", [TokenIds.of([5, 6])]))
-        assert outcome.state is SaveState.SAVED
+        assert outcome.is_saved
         prompts = [list(prompt["prompt_token_ids"]) for prompt, *_ in client.asked]
         assert prompts == [[0, 3, 4, 5, 6, 6], [0, 5, 6, 6]][: len(spans)]
         wanted = [sampling.extra_args["kv_transfer_params"]["kintsugi"] for _, sampling, *_ in client.asked]
@@ -294,7 +294,7 @@ def test_with_a_context_both_copies_are_saved_or_the_chunk_has_failed() -> None:
     (outcome,) = asyncio.run(
         engine_over(client, extra_config=context).save("s", "acme", [TokenIds.of(range(13))])
     )
-    assert outcome.state is SaveState.FAILED
+    assert not outcome.is_saved
     assert "exceed the model's 16" in outcome.reason
 
 

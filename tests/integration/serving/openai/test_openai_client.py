@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from kintsugi.core.exchange import CHAT_PATH, OpenAICall, SaveState
+from kintsugi.core.exchange import CHAT_PATH, OpenAICall
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.requests import RESIDENCY_PATH
@@ -95,7 +95,7 @@ def test_routers_see_what_lies_of_a_chat_that_declares_nothing(served: Served) -
     (ids,) = served.run(served.engine._front.render(call))
     saved = ids[40:140]
     (outcome,) = served.run(served.engine.save("saved", "routed", [saved]))
-    assert outcome.state is SaveState.SAVED, outcome.reason
+    assert outcome.is_saved, outcome.reason
     residency = served.post(RESIDENCY_PATH, body, "routed").json()
     (chunk,) = residency["chunks"]
     assert chunk["key"] == ChunkKey.of(served.space("routed"), saved).hex

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, SaveOutcome, SaveState
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, SaveOutcome
 from kintsugi.core.spaces import TokenIds
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts.http import HttpFront
@@ -41,7 +41,7 @@ class MissingBackend(ScriptedBackend):
         asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
         self.saves.put_nowait((list(chunks), ttl_s))
-        return [SaveOutcome(SaveState.SAVED)] * len(chunks)
+        return [SaveOutcome(is_saved=True)] * len(chunks)
 
 
 @pytest.mark.parametrize(

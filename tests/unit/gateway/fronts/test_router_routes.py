@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from kintsugi.core.exchange import SaveState
 from kintsugi.core.namespaces import (
     NamespacePrivacy,
     NamespaceRules,
@@ -96,7 +95,7 @@ async def discovered(gateway: Gateway, namespace: str, texts: Sequence[str]) -> 
     assert isinstance(backend, StubBackend)
     chunks = [TokenIds.of([ord(one) for one in text]) for text in texts]
     outcomes = await backend.save("s", namespace, chunks)
-    assert all(one.state is SaveState.SAVED for one in outcomes)
+    assert all(one.is_saved for one in outcomes)
     return [ChunkKey.of(backend.space(namespace), chunk).hex for chunk in chunks]
 
 
