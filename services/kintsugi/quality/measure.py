@@ -60,8 +60,6 @@ class Case:
 
     question: Question
     prompt: RagPrompt
-    answer_ids: tuple[int, ...] = ()
-    """The first given answer, tokenised as it would follow the question; empty if none is given."""
 
 
 @dataclass(frozen=True)
@@ -123,17 +121,10 @@ def tokenize_questions(
         else:
             if any(len(chunk.token_ids) == 1 for chunk in prompt.chunks):
                 warnings.append(f"question {number} has a chunk of one token, which is always recomputed")
-            cases.append(Case(question, prompt, _answer_ids(question, form.foot, tokenize)))
+            cases.append(Case(question, prompt))
     if not cases:
         raise InvalidField("questions", f"none fits the model; {warnings[0]}")
     return cases, warnings
-
-
-def _answer_ids(question: Question, foot: str, tokenize: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
-    if not question.answers:
-        return ()
-    space = "" if (foot or question.tail)[-1:].isspace() else " "
-    return tokenize(space + question.answers[0])
 
 
 class Bench:
@@ -250,8 +241,6 @@ class PromptScore:
     """Whether the most likely token differs there."""
     right: tuple[float, float] | None = None
     """Exact match of the blend and of full prefill; None without answers."""
-    f1: tuple[float, float] | None = None
-    """F1 of the blend and of full prefill; Rouge-L for tasks that are scored by it."""
 
     @property
     def deviation(self) -> Deviation:
@@ -293,30 +282,21 @@ class Scores:
     @property
     def by_prompt(self) -> list[PromptScore]:
         """One score per case."""
-        right = self._score_pairs(lambda question: metrics.exact_match)
-        f1 = self._score_pairs(choose_score)
         found = []
-        for index, (full, blend) in enumerate(zip(self.full, self.blend, strict=True)):
+        for case, full, blend in zip(self.cases, self.full, self.blend, strict=True):
+            right = None
+            if answers := case.question.answers:
+                right = (metrics.exact_match(blend.text, answers), metrics.exact_match(full.text, answers))
             pairs = list(zip(full.steps, blend.steps, strict=False))
             found.append(
                 PromptScore(
                     blend.cost,
                     tuple(metrics.kl_divergence(*pair) for pair in pairs),
                     tuple(not metrics.same_top(*pair) for pair in pairs),
-                    right[index],
-                    f1[index],
+                    right,
                 )
             )
         return found
-
-    def _score_pairs(self, choose: Callable[[Question], Score]) -> list[tuple[float, float] | None]:
-        """Return the scores (blend, full prefill) of each case; None for a case without answers."""
-        return [
-            (choose(case.question)(blend.text, answers), choose(case.question)(full.text, answers))
-            if (answers := case.question.answers)
-            else None
-            for case, full, blend in zip(self.cases, self.full, self.blend, strict=True)
-        ]
 
     @property
     def kl_mean(self) -> float:

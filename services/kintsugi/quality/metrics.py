@@ -16,7 +16,6 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 Sampled = TypeVar("Sampled")
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-_NORMAL = 1.96
 """The normal quantile of a two-sided interval of `CONFIDENCE`."""
 
 
@@ -135,25 +134,3 @@ def resample(sample: Sequence[Sampled], statistic: Callable[[Sequence[Sampled]],
     tail = (1 - CONFIDENCE) / 2
     low, high = found[int(tail * RESAMPLES)], found[int((1 - tail) * RESAMPLES) - 1]
     return Interval(statistic(sample), low, high)
-
-
-def share_interval(shares: Sequence[float]) -> Interval:
-    """Wilson's interval of a mean of shares. It is too wide for shares over many positions, which vary less
-    than binary values, but it has a positive width even if all shares are 0."""
-    count = len(shares)
-    mean = sum(shares) / count
-    middle = (mean + _NORMAL**2 / (2 * count)) / (1 + _NORMAL**2 / count)
-    half = (
-        _NORMAL
-        * math.sqrt(mean * (1 - mean) / count + (_NORMAL / (2 * count)) ** 2)
-        / (1 + _NORMAL**2 / count)
-    )
-    return Interval(mean, min(mean, max(0.0, middle - half)), max(mean, min(1.0, middle + half)))
-
-
-def mean_interval(values: Sequence[float]) -> Interval:
-    """The normal interval of a mean of non-negative values."""
-    mean = sum(values) / len(values)
-    variance = sum((value - mean) ** 2 for value in values) / len(values)
-    half = _NORMAL * math.sqrt(variance / len(values))
-    return Interval(mean, max(0.0, mean - half), mean + half)

@@ -216,12 +216,6 @@ def make_passage_questions(
     ]
 
 
-def describe_prompts(questions: str | None, segments: bool) -> str:
-    """Return the description of the prompts for a report. ``questions``: their file; None: the bundled
-    passages."""
-    return (questions or "bundled passages") + (", in segments" if segments else "")
-
-
 def make_segment_questions(
     count_tokens: Callable[[str], int], room: int, count: int, seed: int
 ) -> list[Question]:

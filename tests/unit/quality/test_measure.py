@@ -9,7 +9,7 @@ from kintsugi.core.plan import Selection
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
-from kintsugi.quality.measure import Bench, answer_tokens, measure_selection, tokenize_questions
+from kintsugi.quality.measure import Bench, answer_tokens, choose_score, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
 from tests.fakes.chat_templates import CHATML, tokenizer_with
 from tests.unit.quality.fakes import RIGHT, FakeEngine, WordTokenizer, case, distribution
@@ -42,7 +42,6 @@ def test_a_blend_is_compared_with_full_prefill() -> None:
     bad = measure_selection(one, BAD, range(10))
     assert bad.top1_agreement == 0.5
     assert [score.right for score in bad.by_prompt] == [(1.0, 1.0), (0.0, 1.0)] * 5
-    assert [score.f1 for score in bad.by_prompt] == [(1.0, 1.0), (0.0, 1.0)] * 5
     wrong = metrics.kl_divergence(distribution(RIGHT, 0.99), distribution(2, 0.99))
     assert bad.kl_mean == pytest.approx(wrong / 2, abs=1e-5)
     assert bad.kl_p99 == pytest.approx(wrong, abs=1e-5)
@@ -59,7 +58,7 @@ def test_each_prompt_is_a_pair_of_evidence() -> None:
 def test_without_answers_exact_match_stays_unknown() -> None:
     one = Bench(FakeEngine(), [case(0, answers=())], 1)
     (score,) = measure_selection(one, GOOD, [0]).by_prompt
-    assert score.right is score.f1 is None
+    assert score.right is None
     assert score.tally([4]).answers == ()
 
 
@@ -171,12 +170,16 @@ def test_the_token_that_ends_an_answer_is_not_compared() -> None:
     )
 
 
-def test_exact_match_and_f1_are_each_kept_whatever_the_other_answers_are() -> None:
+def test_exact_match_is_kept_whatever_the_other_answers_are() -> None:
     """One answer of two words changes nothing for the others."""
     cases = [case(0), case(1, ("w5 more",)), case(2, ("x",), "samsum")]
     scores = measure_selection(Bench(FakeEngine(), cases, 1), GOOD, range(3)).by_prompt
     assert [one.right for one in scores] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
-    assert [one.f1 and round(one.f1[0], 3) for one in scores] == [1.0, 0.667, 0.0]
+
+
+def test_summaries_are_scored_by_rouge_l_and_other_answers_by_f1() -> None:
+    other, summary = (choose_score(case(0, task=task).question) for task in ("code", "samsum"))
+    assert (other("b a", ["a b"]), summary("b a", ["a b"])) == (1.0, 0.5)
 
 
 def test_chunks_are_stored_as_they_are_needed() -> None:
