@@ -23,7 +23,7 @@ from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import REFERENCE
-from kintsugi.quality.evaluate import FULL, Axes, EvaluationRow, evaluate
+from kintsugi.quality.evaluate import FULL, EvaluationGrid, EvaluationRow, evaluate
 from kintsugi.quality.measure import Case, tokenize_questions
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
@@ -85,7 +85,7 @@ def datasets(setup: PaperSetup) -> list[Figure]:
         ):
             task = questions[0].task
             tokens = SUMMARY_TOKENS if task in ROUGE_DATASETS else ANSWER_TOKENS
-            rows = _measure(setup, running, questions, tokens, Axes(METHODS, batches=(1,)), task)
+            rows = _measure(setup, running, questions, tokens, METHODS, EvaluationGrid(batches=(1,)), task)
             figures += _figures(task, rows)
     return figures
 
@@ -94,22 +94,26 @@ def ratio(setup: PaperSetup) -> list[Figure]:
     """Sensitivity to the share that is recomputed (paper, figure 16)."""
     selections = [dataclasses.replace(one, ratio=share) for one in METHODS for share in RATIOS]
     with _engine(setup) as running:
-        rows = _musique(setup, running, Axes(selections, batches=(1,)), "ratio")
+        rows = _musique(setup, running, selections, EvaluationGrid(batches=(1,)), "ratio")
     return _figures("ratio", rows)
 
 
 def chunks(setup: PaperSetup) -> list[Figure]:
     """Sensitivity to the length and the number of chunks (paper, figure 15)."""
     with _engine(setup) as running:
-        lengths = _musique(setup, running, Axes(METHODS, chunk_tokens=CHUNK_TOKENS, batches=(1,)), "lengths")
-        counts = _musique(setup, running, Axes(METHODS, chunk_counts=CHUNK_COUNTS, batches=(1,)), "counts")
+        lengths = _musique(
+            setup, running, METHODS, EvaluationGrid(chunk_tokens=CHUNK_TOKENS, batches=(1,)), "lengths"
+        )
+        counts = _musique(
+            setup, running, METHODS, EvaluationGrid(chunks=CHUNK_COUNTS, batches=(1,)), "counts"
+        )
     return _figures("chunk_tokens", lengths, "chunk_tokens") + _figures("chunks", counts, "chunk_count")
 
 
 def batch(setup: PaperSetup) -> list[Figure]:
     """Prompts that are submitted together (paper, figure 15)."""
     with _engine(setup) as running:
-        rows = _musique(setup, running, Axes(METHODS, batches=BATCHES), "batches")
+        rows = _musique(setup, running, METHODS, EvaluationGrid(batches=BATCHES), "batches")
     return _figures("batch", rows, "batch")
 
 
@@ -118,7 +122,7 @@ def device(setup: PaperSetup) -> list[Figure]:
     rows: list[EvaluationRow] = []
     for speed in BYTES_PER_S[:1] if setup.quick else BYTES_PER_S:
         with _engine(setup, speed) as running:
-            rows += _musique(setup, running, Axes(METHODS, batches=(1,)), "device", speed)
+            rows += _musique(setup, running, METHODS, EvaluationGrid(batches=(1,)), "device", speed)
     return _figures("bytes_per_s", rows, "tier_bytes_per_s")
 
 
@@ -169,10 +173,15 @@ def _engine(setup: PaperSetup, bytes_per_s: float | None = None) -> Iterator[Loc
 
 
 def _musique(
-    setup: PaperSetup, running: LocalEngine, axes: Axes, section: str, speed: float | None = None
+    setup: PaperSetup,
+    running: LocalEngine,
+    selections: Sequence[Selection],
+    grid: EvaluationGrid,
+    section: str,
+    speed: float | None = None,
 ) -> list[EvaluationRow]:
     questions = forms.musique(setup.musique, setup.sensitivity_prompts)
-    return _measure(setup, running, questions, ANSWER_TOKENS, axes, section, speed)
+    return _measure(setup, running, questions, ANSWER_TOKENS, selections, grid, section, speed)
 
 
 def _measure(
@@ -180,12 +189,15 @@ def _measure(
     running: LocalEngine,
     questions: Sequence[Question],
     tokens: int,
-    axes: Axes,
+    selections: Sequence[Selection],
+    grid: EvaluationGrid,
     section: str,
     speed: float | None = None,
 ) -> list[EvaluationRow]:
     cases = _cases(questions, setup.form, running, tokens)
-    rows = evaluate(running, cases, axes, "raw", speed, tokens, lambda text: say(f"{section}: {text}"))
+    rows = evaluate(
+        running, cases, selections, grid, "raw", speed, tokens, lambda text: say(f"{section}: {text}")
+    )
     setup.details.setdefault(section, []).extend(dataclasses.asdict(row) for row in rows)
     return rows
 

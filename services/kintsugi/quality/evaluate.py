@@ -1,8 +1,8 @@
 """Evaluation: measures quality, cost and time of configurations over several shapes of prompts.
 
-Axes: selector, ratio and check layer; codec; tokens per chunk; number of chunks; prompts per batch; speed of
-the tier. Each combination of codec and tier speed runs in its own engine, one after the other. A row holds
-one configuration in one setting; each setting also has rows for full prefill and full KV reuse.
+A grid varies selector, ratio and check layer, codec, tokens per chunk, number of chunks, prompts per batch
+and speed of the tier. Each combination of codec and tier speed runs in its own engine, one after the other. A
+row holds one configuration in one setting; each setting also has rows for full prefill and full KV reuse.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.report import describe_selection
+from kintsugi.core.request import parse_selector
+from kintsugi.core.schema import STRICT
 from kintsugi.engine.local import LocalEngine
+from kintsugi.fusor.selectors import make_selector
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import Bench, Case, Notify, Scores, measure_selection
 from kintsugi.quality.metrics import Interval
@@ -27,45 +31,85 @@ REUSE = "full KV reuse"
 REUSE_SELECTION = Selection(0.0)
 RATE_PROMPTS_MAX = 64
 RATE_COST_MAX = 0.5
+DEPTHS = (0.0, 0.125, 0.25, 0.375)
+"""Default check layers, as shares of the model's depth. Deeper ones cost too much."""
 
 
 @dataclass(frozen=True)
-class Axes:
-    """The values to vary: one per axis by default."""
+class EvaluationGrid:
+    """What to vary: every combination of the values is measured. It is the content of the `--grid` file."""
 
-    selections: Sequence[Selection]
-    codecs: Sequence[str] = ("raw",)
-    chunk_tokens: Sequence[int | None] = (None,)
-    """None keeps the chunks' own lengths."""
-    chunk_counts: Sequence[int | None] = (None,)
-    """Number of leading chunks to keep; None keeps all."""
-    batches: Sequence[int] = (32,)
-    """Prompts that are submitted together; TTFT includes the time spent waiting for each other."""
-    tier_bytes_per_s: Sequence[float | None] = (None,)
-    """None means as fast as memory."""
-    rates_per_s: Sequence[float] = ()
-    """Rates of Poisson arrivals at which TTFT is measured."""
+    __pydantic_config__: ClassVar = STRICT
+
+    selectors: tuple[str, ...] = ("hkvd", "hkvd_gradual", "chunk_head", "query", "hybrid")
+    """Selectors."""
+    ratios: tuple[float, ...] = (0.05, 0.15, 0.3)
+    """Shares of the chunks' tokens to recompute."""
+    check_layers: tuple[int, ...] = ()
+    """Layers whose KV deviation selects tokens; empty: a few layers that depend on the model's depth."""
+    codecs: tuple[str, ...] = ("raw",)
+    """Encodings of chunk KV."""
+    chunk_tokens: tuple[int | None, ...] = (None,)
+    """Chunk sizes in tokens; null: chunks keep their sizes."""
+    chunks: tuple[int | None, ...] = (None,)
+    """Numbers of leading chunks per prompt; null: all chunks of a question."""
+    batches: tuple[int, ...] = (32,)
+    """Numbers of prompts that are submitted together; TTFT includes the time spent waiting for each other."""
+    tiers: tuple[float | None, ...] = (None,)
+    """Speeds of slower tiers, in bytes per second; null: as fast as memory."""
+    rates: tuple[float, ...] = ()
+    """Requests per second (Poisson arrivals) at which TTFT is measured; empty: not measured."""
+
+    limit: int | None = None
+    """Number of questions to use, from the start of the file; None: all."""
+    max_tokens: int | None = None
+    """Maximum tokens in an answer; None: the length of the longest expected answer."""
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "chunk_counts", "batches"):
-            if any(value is not None and value < 1 for value in getattr(self, name)):
-                raise InvalidField(name, "must be at least 1")
-        for name in ("tier_bytes_per_s", "rates_per_s"):
-            if any(value is not None and not value > 0 for value in getattr(self, name)):
-                raise InvalidField(name, "must be above 0")
+        for name in self.selectors:
+            parse_selector(name)
         for codec in self.codecs:
             codec_named(codec)
-        if not self.selections:
-            raise InvalidField("selectors", "no configuration to measure; name a selector and a ratio")
+        for name in ("chunk_tokens", "chunks", "batches"):
+            if any(value is not None and value < 1 for value in getattr(self, name)):
+                raise InvalidField(f"grid.{name}", "must be at least 1")
+        for name in ("limit", "max_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidField(f"grid.{name}", f"{value} must be at least 1")
+        for name in ("tiers", "rates"):
+            if any(value is not None and not value > 0 for value in getattr(self, name)):
+                raise InvalidField(f"grid.{name}", "must be above 0")
+        for name in ("selectors", "ratios", "codecs", "chunk_tokens", "chunks", "batches", "tiers"):
+            if not getattr(self, name):
+                raise InvalidField(f"grid.{name}", "must not be empty; leave it out for its default")
 
     def engines(self) -> list[tuple[str, float | None]]:
-        """The codec and tier speed of each engine to start."""
-        return list(itertools.product(self.codecs, self.tier_bytes_per_s))
+        """Return the codec and tier speed of each engine to start."""
+        return list(itertools.product(self.codecs, self.tiers))
+
+    def selections(self, num_layers: int) -> list[Selection]:
+        """Return every selector at every ratio, and at every check layer if it uses one, for a model of this
+        depth."""
+        # At least layer 1: the KV of layer 0 does not depend on the context, so nothing deviates there.
+        usual = {max(1, min(round(depth * num_layers), num_layers - 1)) for depth in DEPTHS}
+        layers = self.check_layers or sorted(usual)
+        return [
+            Selection(ratio, name, layer)
+            for name in self.selectors
+            for layer in (layers if _uses_check_layer(name, num_layers) else layers[:1])
+            for ratio in self.ratios
+        ]
+
+
+def _uses_check_layer(name: str, num_layers: int) -> bool:
+    """Return whether the selector's choice depends on its check layer."""
+    selector = make_selector(Selection(0.15, name), num_layers)
+    return any(selector.signal_at(layer) for layer in range(num_layers))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A point on all axes except the configuration."""
+    """A point of the grid, apart from the configuration."""
 
     codec: str
     tier_bytes_per_s: float | None
@@ -128,32 +172,35 @@ def reshape_cases(cases: Sequence[Case], chunk_tokens: int | None, chunk_count: 
 def evaluate(
     engine: LocalEngine,
     cases: Sequence[Case],
-    axes: Axes,
+    selections: Sequence[Selection],
+    grid: EvaluationGrid,
     codec: str,
     speed: float | None,
     max_tokens: int,
     notify: Notify = lambda text: None,
 ) -> list[EvaluationRow]:
-    """Measure every setting and configuration that this engine can run."""
+    """Measure the selections in every setting of the grid that this engine can run."""
     rows: list[EvaluationRow] = []
-    for chunk_tokens, chunk_count in itertools.product(axes.chunk_tokens, axes.chunk_counts):
+    for chunk_tokens, chunk_count in itertools.product(grid.chunk_tokens, grid.chunks):
         shaped = reshape_cases(cases, chunk_tokens, chunk_count)
         notify("storing chunks")
         Bench(engine, shaped, max_tokens).store_chunks()
-        for batch in axes.batches:
+        for batch in grid.batches:
             setting = Setting(codec, speed, chunk_tokens, chunk_count, batch)
-            rows += _measure_setting(Bench(engine, shaped, max_tokens, batch), setting, axes, notify)
+            rows += _measure_setting(Bench(engine, shaped, max_tokens, batch), setting, selections, notify)
     return rows
 
 
-def _measure_setting(bench: Bench, setting: Setting, axes: Axes, notify: Notify) -> list[EvaluationRow]:
+def _measure_setting(
+    bench: Bench, setting: Setting, selections: Sequence[Selection], notify: Notify
+) -> list[EvaluationRow]:
     everything = range(len(bench.cases))
     # Warm up: an engine's first prompts include the time to compile kernels.
     Bench(bench.engine, bench.cases[:2], bench.max_tokens, bench.batch).full(range(min(2, len(everything))))
     notify(FULL)
     full = bench.full(everything)
     rows = [row_of(FULL, None, setting, Scores(Selection(1.0), bench.cases, full, full))]
-    for method, selection in _blends(axes.selections):
+    for method, selection in _blends(selections):
         notify(method)
         rows.append(row_of(method, selection, setting, measure_selection(bench, selection, everything)))
     return rows

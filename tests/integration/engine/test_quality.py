@@ -15,7 +15,7 @@ from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import calibrate
-from kintsugi.quality.evaluate import Axes, evaluate, measure_rates
+from kintsugi.quality.evaluate import EvaluationGrid, evaluate, measure_rates
 from kintsugi.quality.measure import Bench, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
 from kintsugi.quality.reports import ReportKeeper
@@ -100,8 +100,8 @@ def test_calibration_decides_alike_twice_and_the_gate_reads_it(engine: LocalEngi
 
 
 def test_an_evaluation_has_baselines_and_times(engine: LocalEngine, bench: Bench) -> None:
-    axes = Axes([Selection(0.3)], chunk_tokens=(16,), chunk_counts=(4,), batches=(4,))
-    full, reuse, blend = evaluate(engine, bench.cases[:4], axes, "raw", None, 1)
+    grid = EvaluationGrid(chunk_tokens=(16,), chunks=(4,), batches=(4,))
+    full, reuse, blend = evaluate(engine, bench.cases[:4], [Selection(0.3)], grid, "raw", None, 1)
     assert full.cost == 1.0 > blend.cost > reuse.cost
     assert all(row.ttft.mean > 0 and row.num_prompts == 4 for row in (full, reuse, blend))
     small = Bench(engine, bench.cases[:4], 1)

@@ -208,7 +208,7 @@ def test_no_lifetime_is_the_longest() -> None:
 
 
 def test_a_trial_is_of_exactly_one_configuration_and_one_of_a_kind() -> None:
-    selection = Selection(0.4, SelectorName.QUERY, 3, (1, 2), 0.5)
+    selection = Selection(0.4, SelectorName.QUERY, 3, (1, 2))
     one, other = Trial.of(selection), Trial.of(selection)
     assert selection_of(one) == selection_of(other) == selection
     assert one.tag != other.tag

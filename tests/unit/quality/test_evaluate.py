@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality.evaluate import (
     FULL,
     REUSE,
-    Axes,
+    EvaluationGrid,
     best_by_selector,
     evaluate,
     measure_rates,
@@ -33,9 +34,9 @@ class TimedEngine(FakeEngine):
         return super().generate(prompts)
 
 
-def rows_of(axes: Axes, engine: FakeEngine | None = None) -> list[Any]:
+def rows_of(selections: Sequence[Selection] = SELECTIONS, **values: Any) -> list[Any]:
     cases = [case(index, task="alias" if index % 2 else "code") for index in range(20)]
-    return evaluate(engine or FakeEngine(), cases, axes, "raw", None, 1)  # type: ignore[arg-type]
+    return evaluate(FakeEngine(), cases, selections, EvaluationGrid(**values), "raw", None, 1)  # type: ignore[arg-type]
 
 
 def test_chunks_are_cut_anew_and_counted() -> None:
@@ -48,7 +49,7 @@ def test_chunks_are_cut_anew_and_counted() -> None:
 
 
 def test_baselines_stand_beside_every_configuration() -> None:
-    rows = rows_of(Axes(SELECTIONS))
+    rows = rows_of()
     assert [row.method for row in rows] == [
         FULL,
         REUSE,
@@ -68,16 +69,15 @@ def test_baselines_stand_beside_every_configuration() -> None:
 
 
 def test_every_setting_is_measured() -> None:
-    axes = Axes(SELECTIONS[:1], chunk_tokens=(2, None), chunk_counts=(1, None), batches=(4, 8))
-    rows = rows_of(axes)
+    rows = rows_of(SELECTIONS[:1], chunk_tokens=(2, None), chunks=(1, None), batches=(4, 8))
     assert len({row.setting for row in rows}) == 8
     assert len(rows) == 24
-    engines = list(Axes(SELECTIONS, codecs=("raw", "int8"), tier_bytes_per_s=(None, 1e6)).engines())
+    engines = EvaluationGrid(codecs=("raw", "int8"), tiers=(None, 1e6)).engines()
     assert engines == [("raw", None), ("raw", 1e6), ("int8", None), ("int8", 1e6)]
 
 
 def test_rates_are_of_the_best_of_each_selector() -> None:
-    best = best_by_selector(rows_of(Axes(SELECTIONS)))
+    best = best_by_selector(rows_of())
     assert best == [Selection(0.3), Selection(0.2, SelectorName.QUERY)]
     engine = TimedEngine()
     bench = Bench(engine, [case(index) for index in range(5)], 1)
@@ -94,17 +94,29 @@ def test_rates_are_of_the_best_of_each_selector() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"selections": ()},
+        {"selectors": ()},
+        {"ratios": ()},
         {"chunk_tokens": (0,)},
-        {"chunk_counts": (0,)},
+        {"chunks": (0,)},
         {"batches": (0,)},
-        {"tier_bytes_per_s": (0.0,)},
-        {"rates_per_s": (-1.0,)},
+        {"tiers": (0.0,)},
+        {"rates": (-1.0,)},
     ],
 )
-def test_impossible_axes_are_refused(values: dict[str, Any]) -> None:
+def test_an_impossible_grid_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidField):
-        Axes(**{"selections": SELECTIONS, **values})
+        EvaluationGrid(**values)
+
+
+def test_every_selector_is_tried_at_layers_that_make_a_difference() -> None:
+    grid = EvaluationGrid(selectors=tuple(SelectorName), ratios=(0.1, 0.2))
+    for depth, expected in ((8, {1, 2, 3}), (2, {1}), (32, {1, 4, 8, 12})):
+        found = grid.selections(depth)
+        assert {one.selector for one in found} == set(SelectorName)
+        assert {one.check_layer for one in found if one.selector == SelectorName.HKVD} == expected
+        assert {one.check_layer for one in found if one.selector == SelectorName.RANDOM} == {1}
+    given = EvaluationGrid(selectors=("hkvd",), ratios=(0.1,), check_layers=(2, 5)).selections(8)
+    assert [one.check_layer for one in given] == [2, 5]
 
 
 def test_prompts_are_of_one_shape() -> None:

@@ -6,8 +6,7 @@ import dataclasses
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import Console
 
@@ -16,16 +15,14 @@ from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import EvaluateTask, parse_engine_arguments, read_yaml
 from kintsugi.cli.render import format_count, make_figures_table, print_form
 from kintsugi.cli.screen import Screen
-from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.core.errors import KintsugiError
 from kintsugi.core.prompt import FormName
-from kintsugi.core.request import parse_selector
-from kintsugi.core.schema import STRICT, load
+from kintsugi.core.schema import load
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import load_form
 from kintsugi.models.reference import find_packaged
-from kintsugi.quality import grid
 from kintsugi.quality.evaluate import (
-    Axes,
+    EvaluationGrid,
     EvaluationRow,
     RateRow,
     best_by_selector,
@@ -76,14 +73,13 @@ def run(screen: Screen, task: EvaluateTask) -> Evaluation:
 
 def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     """Measure with every engine in turn, and add the results to `found`."""
-    compared = EvaluationGrid.read(task.grid)
-    questions = read_questions(task.questions, compared.limit)
-    settings = list(compared.axes(num_layers=2).engines())
+    grid = EvaluationGrid() if task.grid is None else load(EvaluationGrid, read_yaml(task.grid), "grid")
+    questions = read_questions(task.questions, grid.limit)
     with screen.step("Reading the tokenizer"):
         form = load_form(task.model, task.form)
         context = tokenize_context(task.context, task.model)
     found.form = form.name.value
-    for number, (codec, speed) in enumerate(settings):
+    for number, (codec, speed) in enumerate(grid.engines()):
         store = ram_url(f"eval-{uuid.uuid4().hex[:8]}", speed)
         spec = MeasuringEngineSpec(
             task.model,
@@ -96,76 +92,19 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
         with screen.engine_log(), ExitStack() as stack:
             with screen.step(f"Starting vLLM, {codec}{'' if speed is None else f', {speed:g} bytes/s'}"):
                 engine = stack.enter_context(start_measuring_engine(spec))
-            max_tokens = compared.max_tokens or answer_tokens(questions, form.tokenizer)
+            max_tokens = grid.max_tokens or answer_tokens(questions, form.tokenizer)
             cases, warnings = tokenize_questions(questions, form, engine.max_model_len, max_tokens)
             found.warnings += warnings
-            axes = compared.axes(engine.num_layers)
+            selections = grid.selections(engine.num_layers)
             with screen.step(f"Measuring {format_count(len(cases), 'question')}") as say:
-                found.rows += evaluate(engine, cases, axes, codec, speed, max_tokens, say)
-            if number == 0 and axes.rates_per_s:
-                shaped = reshape_cases(cases, axes.chunk_tokens[0], axes.chunk_counts[0])
+                found.rows += evaluate(engine, cases, selections, grid, codec, speed, max_tokens, say)
+            if number == 0 and grid.rates:
+                shaped = reshape_cases(cases, grid.chunk_tokens[0], grid.chunks[0])
                 bench = Bench(engine, shaped, max_tokens)
                 with screen.step("Measuring request rates") as say:
                     bench.store_chunks()
                     best = best_by_selector(found.rows)
-                    found.rates += measure_rates(engine, bench, best, axes.rates_per_s, say)
-
-
-@dataclass(frozen=True)
-class EvaluationGrid:
-    """The content of the `--grid` file: every combination of its values is measured."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    selectors: tuple[str, ...] = ("hkvd", "hkvd_gradual", "chunk_head", "query", "hybrid")
-    """Selectors."""
-    ratios: tuple[float, ...] = (0.05, 0.15, 0.3)
-    """Shares of the chunks' tokens to recompute."""
-    check_layers: tuple[int, ...] = ()
-    """Layers whose KV deviation selects tokens; empty: a few layers that depend on the model's depth."""
-    codecs: tuple[str, ...] = ("raw",)
-    """Encodings of chunk KV."""
-    chunk_tokens: tuple[int, ...] = ()
-    """Chunk sizes in tokens; empty: chunks keep their sizes."""
-    chunks: tuple[int, ...] = ()
-    """Numbers of chunks per prompt; empty: all chunks of a question."""
-    batches: tuple[int, ...] = (32,)
-    """Numbers of prompts that are submitted together."""
-    tiers: tuple[float, ...] = ()
-    """Speeds of slower tiers, in bytes per second."""
-    rates: tuple[float, ...] = ()
-    """Requests per second at which TTFT is measured; empty: not measured."""
-
-    limit: int | None = None
-    """Number of questions to use, from the start of the file; None: all."""
-    max_tokens: int | None = None
-    """Maximum tokens in an answer; None: the length of the longest expected answer."""
-
-    def __post_init__(self) -> None:
-        for name in self.selectors:
-            parse_selector(name)
-        for name in ("limit", "max_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InvalidField(f"grid.{name}", f"{value} must be at least 1")
-
-    @staticmethod
-    def read(path: Path | None) -> EvaluationGrid:
-        """Read the grid from a YAML file; None: the default grid. Raises `InvalidField` and `NotFound`."""
-        return EvaluationGrid() if path is None else load(EvaluationGrid, read_yaml(path), "grid")
-
-    def axes(self, num_layers: int) -> Axes:
-        """Return the axes for a model of this depth. Raises `InvalidField`."""
-        axes: dict[str, Any] = {
-            "codecs": list(self.codecs),
-            "chunk_tokens": list(self.chunk_tokens),
-            "chunk_counts": list(self.chunks),
-            "batches": list(self.batches),
-            "tier_bytes_per_s": list(self.tiers),
-            "rates_per_s": list(self.rates),
-        }
-        layers = list(self.check_layers) or None  # None: the grid's own choice
-        selections = grid.selections(list(self.selectors), list(self.ratios), num_layers, layers)
-        return Axes(selections, **{name: values for name, values in axes.items() if values})
+                    found.rates += measure_rates(engine, bench, best, grid.rates, say)
 
 
 HEADINGS = ("method", "cost", "ms", "EM", "EM lost", "F1", "R-L", "KL", "top-1")
