@@ -43,7 +43,7 @@ def run(*arguments: str, status: int = 0) -> str:
     return result.output
 
 
-def test_an_operator_sees_verifies_and_removes_chunks(server: ShardServer) -> None:
+def test_an_operator_sees_and_removes_chunks(server: ShardServer) -> None:
     store = GrpcStore(server.address)
     manifest, frames = make_chunk(range(40))
     store.put(manifest, frames)
@@ -52,21 +52,8 @@ def test_an_operator_sees_verifies_and_removes_chunks(server: ShardServer) -> No
     assert "1 chunks" in run("status", *at)
     assert "1 chunks" in run("status", "--store", f"grpc://{server.address}")
     assert manifest.key.hex in run("ls", "-n", "acme", *at)
-    assert "1 intact" in run("verify", "-n", "acme", *at)
     assert "1 chunks deleted" in run("rm", "-n", "acme", manifest.key.hex, *at)
     assert "0 chunks deleted" in run("rm", "-n", "acme", "--all", *at)
-
-
-def test_a_damaged_chunk_is_named_and_is_code_5(server: ShardServer) -> None:
-    manifest, frames = make_chunk(range(40))
-    with closing(GrpcStore(server.address)) as store:
-        store.put(manifest, frames)
-    (entry,) = server.shard.lookup("acme", [manifest.key])
-    assert entry is not None
-    assert entry.ram is not None
-    server.shard.ram.frame(entry.ram, 1, 5, 6)[0] ^= 1
-    said = run("verify", "-n", "acme", "--store", f"grpc://{server.address}", status=ExitCode.CORRUPTED)
-    assert f"quarantined {manifest.key.hex}" in said
 
 
 def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None:
@@ -86,7 +73,6 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
     assert status["tiers"][0] | {"name": "ram", "chunks": 1} == status["tiers"][0]
     (row,) = said("ls", "-n", "acme", *at)["chunks"]
     assert (row["key"], row["bytes"], row["tier"]) == (key, manifest.chunk_bytes, "ram")
-    assert said("verify", "-n", "acme", *at) == {"intact": 1, "absent": 0, "quarantined": []}
     (place,) = said("rm", "-n", "acme", key, "--erase", *at)["places"]
     assert (place["place"], place["items"]) == (f"shard {server.shard.shard_id}/ram", 1)
     assert server.shard.erasures.newest == 1

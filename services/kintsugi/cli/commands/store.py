@@ -17,7 +17,6 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.options import BucketTier, SsdTiers, TlsCert, TlsKey
 from kintsugi.cli.render import format_bytes
 from kintsugi.cli.runner import command
@@ -26,7 +25,7 @@ from kintsugi.core.deploy import DRAIN_S
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.serving.catching_up import CatchingUp
-from kintsugi.store.client.grpc_store import GrpcStore, Verified
+from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.registry import open_directory, open_store
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.replication import Replicator
@@ -40,7 +39,6 @@ Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 DEFAULT_STORE = f"grpc://{DEFAULT_ADDRESS}"
 FAILURE_POLL_S = 0.5
-VERIFY_PAGE = 64
 SWITCH_INTERVAL_S = 0.0005
 """Python's interval between thread switches, a tenth of its default: a lookup must not wait 5 ms for a
 thread that reads the disk."""
@@ -284,38 +282,3 @@ def _erase(screen: Screen, store: GrpcStore, namespace: str, keys: list[ChunkKey
         places = store.erase(namespace, keys, time.time())
     lines = [f"{one.place}: {one.items} chunks, {format_bytes(one.size_bytes)}, erased" for one in places]
     screen.show({"places": [asdict(place) for place in places]}, "\n".join(lines))
-
-
-@command(app)
-def verify(
-    screen: Screen,
-    namespace: Namespace,
-    keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys in hexadecimal. Default: all.")] = None,
-    *,
-    shard: ShardLink,
-) -> ExitCode:
-    """Verify chunks in every tier and quarantine damaged copies. The exit code is 5 if there are any."""
-    found: list[Verified] = []
-    with (
-        shard.connect() as store,
-        screen.step("Verifying") as say,
-    ):
-        for page in _pages(store, namespace, keys):
-            found.append(store.verify(namespace, page))
-            say(f"{sum(part.intact for part in found)} chunks intact")
-    intact, absent = sum(part.intact for part in found), sum(part.absent for part in found)
-    damaged = [key.hex for part in found for key in part.quarantined]
-    lines = [f"quarantined {key}" for key in damaged]
-    lines.append(f"{intact} intact, {absent} absent, {len(damaged)} quarantined")
-    screen.show({"intact": intact, "absent": absent, "quarantined": damaged}, "\n".join(lines))
-    return ExitCode.CORRUPTED if damaged else ExitCode.OK
-
-
-def _pages(store: GrpcStore, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:
-    if keys:
-        yield parse_keys(keys)
-        return
-    after: ChunkKey | None = None
-    while page := store.list(namespace, VERIFY_PAGE, after):
-        after = page[-1].key
-        yield [manifest.key for manifest in page]
