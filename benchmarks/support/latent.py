@@ -31,7 +31,6 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import describe_selection
 from kintsugi.core.request import SelectorName
 from kintsugi.models.cache import cache_folder, make_folder_once
-from kintsugi.quality import metrics
 from kintsugi.quality.measure import Bench, measure_selection
 
 COST, SHARE_MAX = 0.25, 0.3
