@@ -22,9 +22,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from kintsugi.core.rules import camel
 from kintsugi.core.schema import dataclass_within
-from kintsugi.core.settings import fields_in_order, setting
+from kintsugi.core.settings import camel, fields_in_order, setting
 from kintsugi_operator.api.blend_service import (
     Engines,
     EnginesExpert,

@@ -21,8 +21,8 @@ from pathlib import Path
 from kintsugi.cli.commands.demo import BLEND, MAX_TOKENS, NAMESPACE, REFERENCE_DTYPE, demo_texts
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import UNTESTED, Asked, Session, open_session
-from kintsugi.core.plan import Selection
-from kintsugi.core.request import KintsugiParams, Trial
+from kintsugi.core.plan import Selection, make_trial
+from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Prompt
 from kintsugi.models.bundled import packaged_files
 from kintsugi.models.demo_questions import (
@@ -46,7 +46,7 @@ def ask(session: Session, questions: Sequence[DemoQuestion], alone: bool) -> lis
         engine.reset_prefix_cache()
         params = None
         if ratio == 0.0:
-            params = KintsugiParams(NAMESPACE, spans=prompts[0].spans, trial=Trial.of(Selection(0.0)))
+            params = KintsugiParams(NAMESPACE, spans=prompts[0].spans, trial=make_trial(Selection(0.0)))
         elif ratio is not None:
             params = KintsugiParams(NAMESPACE, spans=prompts[0].spans, ratio=ratio, selector=BLEND.selector)
         batch = [Prompt(prompt.token_ids, params, MAX_TOKENS) for prompt in prompts]

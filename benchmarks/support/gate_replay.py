@@ -30,8 +30,8 @@ from kintsugi.core.report import (
     NAMESPACES_MIN,
     Binding,
     Cell,
-    Part,
     Report,
+    ReportPart,
     share_of_slot,
     source_of,
 )
@@ -237,7 +237,7 @@ def survives_upgrade(quality: Quality) -> bool:
     document = keeper.report.to_bytes()
     report = Report.from_bytes(document)
     before = report.allowance(cell, source, quality, "kintsugi 0.1.1, vllm 0.32.1")
-    part = Part("other", "kintsugi 0.1.1, vllm 0.32.1", keeper.now)
+    part = ReportPart("other", "kintsugi 0.1.1, vllm 0.32.1", keeper.now)
     later = ReportKeeper(None, BINDING, part.versions, quality)
     later.report = report
     for _ in range(32):

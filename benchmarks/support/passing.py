@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kintsugi.core.evidence import Tally
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import BANDS, FILE, Binding, Cell, Entry, Part, Report
+from kintsugi.core.report import BANDS, FILE, Binding, Cell, Report, ReportEntry, ReportPart
 
 PAIRS = 400
 SIZES = tuple((size, PAIRS) for size in range(14))
@@ -17,6 +17,7 @@ def passing_report(binding: Binding, selection: Selection, versions: str) -> Rep
     had lost nothing on a file. With an engine's own ``versions`` nothing is on probation."""
     tally = Tally(losses=((0, PAIRS),), cost=0.5 * PAIRS, sizes=SIZES, chunks=SIZES)
     entries = tuple(
-        Entry(Cell("declared", band), FILE, band + 1, 0, selection, tally) for band in range(len(BANDS) + 1)
+        ReportEntry(Cell("declared", band), FILE, band + 1, 0, selection, tally)
+        for band in range(len(BANDS) + 1)
     )
-    return Report(binding, CREATED, (Part("benchmark", versions, CREATED, entries),), (selection,))
+    return Report(binding, CREATED, (ReportPart("benchmark", versions, CREATED, entries),), (selection,))

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from kintsugi.core.evidence import STEPS, Tally
 from kintsugi.core.gate import GateState
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import BANDS, FILE, LADDER, Binding, Cell, Closing, Entry, Part, Report, source_of
+from kintsugi.core.report import (
+    BANDS,
+    FILE,
+    LADDER,
+    Binding,
+    Cell,
+    Closing,
+    Report,
+    ReportEntry,
+    ReportPart,
+    source_of,
+)
 from kintsugi.core.spaces import ModelFingerprint
 
 FINGERPRINT = ModelFingerprint.of({"weights": "report"})
@@ -52,21 +63,23 @@ def entry_of(
     epoch: int = 0,
     selection: Selection = SAFEST,
     tally: Tally | None = None,
-) -> Entry:
-    return Entry(cell, source, slot, epoch, selection, tally_of(pairs, loss) if tally is None else tally)
+) -> ReportEntry:
+    return ReportEntry(
+        cell, source, slot, epoch, selection, tally_of(pairs, loss) if tally is None else tally
+    )
 
 
 def part_of(
-    *entries: Entry,
+    *entries: ReportEntry,
     writer: str = "writer",
     versions: str = VERSIONS,
     at: str = AT,
     closings: Sequence[Closing] = (),
-) -> Part:
-    return Part(writer, versions, at, entries, tuple(closings))
+) -> ReportPart:
+    return ReportPart(writer, versions, at, entries, tuple(closings))
 
 
-def report_of(*parts: Part, binding: Binding = BINDING, created: str = AT) -> Report:
+def report_of(*parts: ReportPart, binding: Binding = BINDING, created: str = AT) -> Report:
     return Report(binding, created, parts)
 
 
@@ -102,11 +115,11 @@ def passing_report(
     """
     tally = Tally(losses=((0, 400),), cost=200.0, sizes=sizes, chunks=ANY_SIZE)
     entries = tuple(
-        Entry(Cell(kind, band), FILE, band + 1, 0, selection, tally)
+        ReportEntry(Cell(kind, band), FILE, band + 1, 0, selection, tally)
         for band in range(len(BANDS) + 1)
         for selection in selections
     )
-    part = Part("test", "test", created, entries)
+    part = ReportPart("test", "test", created, entries)
     return Report(binding, created, (part,), tuple(selections))
 
 

@@ -23,8 +23,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.layout import Codec
 from kintsugi.core.namespaces import NamespaceLimits, NamespacePrivacy, PrivacyExpert
-from kintsugi.core.rules import Rule, before, this
-from kintsugi.core.settings import setting
+from kintsugi.core.settings import Rule, before, setting, this
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import (
     CIDR,

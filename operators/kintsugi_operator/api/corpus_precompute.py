@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kintsugi.core.rules import Rule, before, this
-from kintsugi.core.settings import setting
+from kintsugi.core.settings import Rule, before, setting, this
 from kintsugi.core.spaces import NAMESPACE_BYTES_MAX
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import CRON, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY

@@ -12,8 +12,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kintsugi.core.rules import camel
-from kintsugi.core.settings import bounds_of, default_of, fields_in_order, json_schema_bounds
+from kintsugi.core.settings import bounds_of, camel, default_of, fields_in_order, json_schema_bounds
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import GROUP, VERSION, to_manifest

@@ -9,9 +9,8 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import ConfigDict
 
 from kintsugi.core.errors import InvalidField, UnknownField
-from kintsugi.core.rules import camel
 from kintsugi.core.schema import STRICT, load
-from kintsugi.core.settings import Settings, check, non_default_fields, plain
+from kintsugi.core.settings import Settings, camel, check, non_default_fields, plain
 
 GROUP = "kintsugi.dev"
 VERSION = "v1alpha1"

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kintsugi.core.rules import Rule, is_set, this
-from kintsugi.core.settings import setting
+from kintsugi.core.settings import Rule, is_set, setting, this
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import LABEL, OPTIONAL_NAME
 

@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import Outcome
-from kintsugi.core.plan import Selection
+from kintsugi.core.plan import Selection, make_trial
 from kintsugi.core.prompt import RagPrompt
-from kintsugi.core.request import KintsugiParams, Trial
+from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, Prompt
 
 
@@ -110,7 +110,7 @@ def _run(
     params = None
     if method is Method.REUSE:
         # Full KV reuse rarely passes; it runs here for comparison.
-        reuse = Trial.of(Selection(0.0))
+        reuse = make_trial(Selection(0.0))
         params = KintsugiParams(choice.namespace, spans=prompt.spans, trial=reuse)
     elif method is Method.BLEND:
         params = replace(choice, spans=prompt.spans)

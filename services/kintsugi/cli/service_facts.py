@@ -57,7 +57,7 @@ class EngineFacts:
     blending: str = ""
     """`on`, or why not."""
     progress: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of `core.gate.Progress`."""
+    """The fields of `core.gate.GateProgress`."""
     version: str = ""
     vllm: str = ""
 

@@ -19,9 +19,8 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces import PATTERNS_MAX, NamespaceLimits, NamespacePrivacy, NamespaceRules
 from kintsugi.core.request import parse_selector
-from kintsugi.core.rules import Rule, has_items, is_set, this
 from kintsugi.core.schema import load
-from kintsugi.core.settings import Settings, check, non_default_fields, setting
+from kintsugi.core.settings import Rule, Settings, check, has_items, is_set, non_default_fields, setting, this
 
 STORE_APP = "kintsugi-store"
 SERVICE_APP = "kintsugi"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.errors import NotFound
-from kintsugi.core.gate import Progress
+from kintsugi.core.gate import GateProgress
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, TokenIds
 
@@ -152,7 +152,7 @@ class EngineInfo:
     max_model_len: int
     blending: str
     """`on`, or why not."""
-    progress: Progress = field(default_factory=lambda: Progress("off", ""))
+    progress: GateProgress = field(default_factory=lambda: GateProgress("off", ""))
     """The evidence behind it, in numbers."""
     tokenizer: str = ""
     """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: not checked."""

@@ -48,7 +48,7 @@ class GateState:
     """The evidence; None: nothing is tested."""
     quality: Quality = Quality.BALANCED
     versions: str = ""
-    """Versions of this engine, as in `Part.versions`."""
+    """Versions of this engine, as in `ReportPart.versions`."""
 
     @cached_property
     def _allowances(self) -> dict[tuple[Cell, str], Allowance | None]:
@@ -137,7 +137,7 @@ def decide(document: bytes | None, binding: Binding, quality: Quality, versions:
 
 
 @dataclass(frozen=True)
-class Progress:
+class GateProgress:
     """The gate of one engine in numbers, for status, console and metrics."""
 
     state: str
@@ -164,26 +164,26 @@ class Progress:
     """When it opened: ISO 8601, UTC."""
 
 
-def summarize(state: GateState, namespace: str | None = None) -> Progress:
+def summarize(state: GateState, namespace: str | None = None) -> GateProgress:
     """Return a gate's progress: of one namespace, or of the source and cell that is nearest to opening."""
     if state.reason is not None:
-        return Progress("closed", f"{state.reason}: {state.detail}")
+        return GateProgress("closed", f"{state.reason}: {state.detail}")
     report = state.report
     if report is None:
-        return Progress("off", "nothing is tested; answers may be wrong without notice")
+        return GateProgress("off", "nothing is tested; answers may be wrong without notice")
     source = None if namespace is None else source_of(namespace)
     opened = widest(state, namespace)
     if opened is not None:
         return _open_progress(state, *opened)
     pairs = [(cell, one) for cell in report.cells for one in report.sources(cell) if source in (None, one)]
     if not pairs:
-        return Progress(
+        return GateProgress(
             "learning", f"no prompt was measured yet{f'; {state.detail}' if state.detail else ''}"
         )
     standings = {key: report.standing(*key, state.quality) for key in pairs}
     key = max(pairs, key=lambda one: standings[one].tally.log_wealth(state.quality.loss_max))
     standing = standings[key]
-    return Progress(
+    return GateProgress(
         "closed" if report.epoch(key[1]) else "learning",
         f"{key[0]}: {describe_progress(standing)}",
         pairs=standing.tally.pairs,
@@ -209,7 +209,7 @@ def widest(state: GateState, namespace: str | None = None) -> tuple[Cell, str, A
     return max(found, key=lambda one: (len(one[2].selections), one[2].tally.pairs), default=None)
 
 
-def _open_progress(state: GateState, cell: Cell, source: str, allowed: Allowance) -> Progress:
+def _open_progress(state: GateState, cell: Cell, source: str, allowed: Allowance) -> GateProgress:
     assert state.report is not None
     tally, pairs = allowed.tally, max(1, allowed.tally.pairs)
     dates = [
@@ -221,7 +221,7 @@ def _open_progress(state: GateState, cell: Cell, source: str, allowed: Allowance
     standing = state.report.standing(cell, source, state.quality)
     cost = tally.cost / pairs
     probation = ", on probation after an upgrade" if allowed.on_probation else ""
-    return Progress(
+    return GateProgress(
         "open",
         f"{cell}: at {cost:.0%} of a full prefill's work, mean loss {tally.loss:.3f} of at most "
         f"{state.quality.loss_max:.3f}{probation}",

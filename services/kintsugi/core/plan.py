@@ -6,13 +6,14 @@ executing it produces.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import blake3
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import BlendOptions, SelectorName, Trial, parse_selector
+from kintsugi.core.request import TRIAL_TAG_CHARS, BlendOptions, SelectorName, Trial, parse_selector
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
@@ -69,6 +70,17 @@ class Selection:
             set(self.query_layers)
         ):
             raise InvalidField("query_layers", f"{list(self.query_layers)} must ascend from 0 or above")
+
+
+def make_trial(selection: Selection) -> Trial:
+    """Return a new trial of a configuration."""
+    return Trial(
+        os.urandom(TRIAL_TAG_CHARS // 2).hex(),
+        selection.ratio,
+        str(selection.selector),
+        selection.check_layer,
+        selection.query_layers,
+    )
 
 
 def selection_of(trial: Trial) -> Selection:

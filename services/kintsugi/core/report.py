@@ -165,7 +165,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReportEntry:
     """The evidence of one engine about one configuration."""
 
     __pydantic_config__ = STRICT
@@ -216,7 +216,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReportPart:
     """What one engine contributed."""
 
     __pydantic_config__ = STRICT
@@ -227,7 +227,7 @@ class Part:
     """Versions of Kintsugi and vLLM, and the device."""
     at: str
     """When it was last changed: ISO 8601, UTC."""
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ReportEntry, ...] = ()
     closings: tuple[Closing, ...] = ()
     openings: tuple[Opening, ...] = ()
     latest: tuple[tuple[str, float, float], ...] = ()
@@ -298,7 +298,7 @@ class Report:
     binding: Binding
     created: str
     """When it was last written: ISO 8601, UTC. It orders the copies on different shards."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ReportPart, ...] = ()
     ladder: tuple[Selection, ...] = LADDER
     version: int = REPORT_VERSION
 
@@ -440,7 +440,7 @@ class Report:
         )
         return pairs < PROBATION_PAIRS
 
-    def with_part(self, part: Part, created: str) -> Report:
+    def with_part(self, part: ReportPart, created: str) -> Report:
         """Return the report with a part in place of its writer's former one. If there are too many parts, the
         oldest are added together. A part that was added to another one is not added again: its writer goes on
         as another writer (`quality.reports`)."""
@@ -454,10 +454,10 @@ class Report:
         return dataclasses.replace(self, parts=(*parts, part), created=created)
 
 
-def _fold(one: Part, other: Part) -> Part:
+def _fold(one: ReportPart, other: ReportPart) -> ReportPart:
     """Add two parts whose engines have most likely ended. If their versions differ, the evidence counts for
     no version's probation."""
-    found: dict[tuple[Any, ...], Entry] = {}
+    found: dict[tuple[Any, ...], ReportEntry] = {}
     for entry in (*one.entries, *other.entries):
         key = entry.cell, entry.source, entry.epoch, entry.selection
         known = found.get(key)
@@ -467,7 +467,7 @@ def _fold(one: Part, other: Part) -> Part:
             else dataclasses.replace(known, slot=max(known.slot, entry.slot), tally=known.tally + entry.tally)
         )
     folded = (*one.folded, one.writer, *other.folded, other.writer)
-    return Part(
+    return ReportPart(
         writer=FOLDED,
         versions=one.versions if one.versions == other.versions else "",
         at=other.at,

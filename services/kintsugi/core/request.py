@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt
 
@@ -20,9 +19,6 @@ from kintsugi.core.errors import InvalidField, InvalidSpan
 from kintsugi.core.plugins import SELECTORS, plugin_names
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, Span, check_namespace
-
-if TYPE_CHECKING:
-    from kintsugi.core.plan import Selection
 
 PARAMS_KEY = "kintsugi"
 PARAMS_VERSION = 1
@@ -176,17 +172,6 @@ class Trial:
     def __post_init__(self) -> None:
         if len(self.tag) != TRIAL_TAG_CHARS or not set(self.tag) <= set("0123456789abcdef"):
             raise InvalidField("trial.tag", f"must have {TRIAL_TAG_CHARS} hexadecimal digits")
-
-    @staticmethod
-    def of(selection: Selection) -> Trial:
-        """A new trial of a configuration."""
-        return Trial(
-            os.urandom(TRIAL_TAG_CHARS // 2).hex(),
-            selection.ratio,
-            str(selection.selector),
-            selection.check_layer,
-            selection.query_layers,
-        )
 
 
 @dataclass(frozen=True)

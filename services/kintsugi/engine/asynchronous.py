@@ -34,7 +34,7 @@ from kintsugi.core.exchange import (
     SaveOutcome,
     Usage,
 )
-from kintsugi.core.gate import GateState, Progress, summarize, widest
+from kintsugi.core.gate import GateProgress, GateState, summarize, widest
 from kintsugi.core.prompt import FormName
 from kintsugi.core.report import Allowance, Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, check_foreign
@@ -280,7 +280,7 @@ class AsyncEngine(EngineBackend):
         unable = self._watched.weights_changed or self._declined
         progress = summarize(state)
         if unable:
-            progress = Progress("closed", unable)
+            progress = GateProgress("closed", unable)
         untested = self._config.selection if progress.state == "off" else None
         opened = None if unable else widest(state)
         default = untested if opened is None else opened[2].cheapest
@@ -528,7 +528,7 @@ class AsyncEngine(EngineBackend):
         await asyncio.to_thread(client.engine_core.resources.ctx.term)
 
 
-def _why_closed(state: GateState, progress: Progress) -> str:
+def _why_closed(state: GateState, progress: GateProgress) -> str:
     return f"{state.reason or progress.state}: {state.detail if state.reason else progress.detail}"
 
 

@@ -288,7 +288,7 @@ class LocalEngine:
 
     @property
     def versions(self) -> str:
-        """Versions and device, as in `core.report.Part`."""
+        """Versions and device, as in `core.report.ReportPart`."""
         from kintsugi.engine.scheduler.gate import describe_versions
 
         return describe_versions()

@@ -18,9 +18,9 @@ from typing import Any, NoReturn, Protocol
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.evidence import Deviation, Tally
-from kintsugi.core.plan import Selection
+from kintsugi.core.plan import Selection, make_trial
 from kintsugi.core.prompt import PromptChunk, RagPrompt
-from kintsugi.core.request import KintsugiParams, Trial
+from kintsugi.core.request import KintsugiParams
 from kintsugi.discovery.segments import TOKENS_MIN, cut_chunks
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.local import Generation, Prompt
@@ -201,7 +201,7 @@ class Bench:
         prompt = self.cases[index].prompt
         params = None
         if selection is not None:
-            params = KintsugiParams(NAMESPACE, spans=prompt.spans, trial=Trial.of(selection))
+            params = KintsugiParams(NAMESPACE, spans=prompt.spans, trial=make_trial(selection))
         length = self.max_tokens if forced is None else len(forced)
         return Prompt(prompt.token_ids, params, length, top_logprobs=TOP_LOGPROBS, forced=forced)
 

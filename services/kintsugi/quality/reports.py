@@ -24,10 +24,10 @@ from kintsugi.core.report import (
     Binding,
     Cell,
     Closing,
-    Entry,
     Opening,
-    Part,
     Report,
+    ReportEntry,
+    ReportPart,
 )
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -63,7 +63,7 @@ class ReportKeeper:
         self._exchanged_s = -float("inf")
         self._is_changed = False
         self._seen: dict[str, int] = {}
-        self._part = Part(uuid.uuid4().hex, versions, self._date())
+        self._part = ReportPart(uuid.uuid4().hex, versions, self._date())
         self.report = Report(binding, self._date())
         """The evidence of all writers as last read, with this writer's own."""
 
@@ -92,7 +92,7 @@ class ReportKeeper:
         else:
             if len(entries) == ENTRIES_MAX:
                 return False
-            entries.append(Entry(cell, source, slot, epoch, selection, tally))
+            entries.append(ReportEntry(cell, source, slot, epoch, selection, tally))
         self._change(entries=tuple(entries))
         opens = not had_passed and selection in self.report.standing(cell, source, self._quality).passed
         if opens:
@@ -155,7 +155,7 @@ class ReportKeeper:
         published before are lost; closings are not."""
         if any(self._part.writer in part.folded for part in found.parts):
             new = tuple(one for one in self._part.closings if one not in found.closings)
-            self._part = Part(uuid.uuid4().hex, self._part.versions, self._date(), closings=new)
+            self._part = ReportPart(uuid.uuid4().hex, self._part.versions, self._date(), closings=new)
 
     def _is_lost(self, found: Report) -> bool:
         """Whether the store's report lacks what this writer published, because another writer has replaced

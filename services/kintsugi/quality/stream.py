@@ -44,9 +44,8 @@ from kintsugi.core.evidence import (
     trip_limit,
 )
 from kintsugi.core.gate import CLOSED, LEARNING, UNMEASURED, GateState
-from kintsugi.core.plan import Selection
+from kintsugi.core.plan import Selection, make_trial
 from kintsugi.core.report import Allowance, Cell, Closing, Standing, source_of
-from kintsugi.core.request import Trial
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.engine.auditing import StoredCopy
 from kintsugi.engine.local import Generation, Prompt
@@ -322,7 +321,7 @@ class Stream:
             pending.prompt,
             params=dataclasses.replace(
                 params,
-                trial=Trial.of(selection),
+                trial=make_trial(selection),
                 discover=params.discover and not pending.is_blend,
                 ratio=None,
                 selector=None,

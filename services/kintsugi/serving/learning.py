@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from kintsugi.core.deploy import ModelSpec
 from kintsugi.core.errors import KintsugiError, Unavailable
-from kintsugi.core.gate import Progress, summarize
+from kintsugi.core.gate import GateProgress, summarize
 from kintsugi.core.report import Binding
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine
@@ -167,7 +167,7 @@ class Learning:
 class LearningMetrics(Collector):
     """Prometheus metrics of one engine's evidence."""
 
-    def __init__(self, counts: StreamCounts, progress: Callable[[], Progress]) -> None:
+    def __init__(self, counts: StreamCounts, progress: Callable[[], GateProgress]) -> None:
         self._counts = counts
         self._progress = progress
 

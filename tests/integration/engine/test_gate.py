@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kintsugi.core.layout import Codec
-from kintsugi.core.plan import Selection
+from kintsugi.core.plan import Selection, make_trial
 from kintsugi.core.report import Closing, Report, source_of
-from kintsugi.core.request import SelectorName, Trial
+from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.scheduler.gate import StoreReports
 from kintsugi.store.client.ram import RamStore
@@ -87,12 +87,12 @@ def test_a_trial_blends_whatever_the_report_allows_and_shares_nothing(
     gated: tuple[LocalEngine, RamStore, Rag],
 ) -> None:
     engine, _, prompt = gated
-    trial = Trial.of(Selection(0.0))
+    trial = make_trial(Selection(0.0))
     blended = asked(engine, prompt, trial=trial)
     assert (blended["outcome"], blended["ratio"]) == ("blended", 0.0)
     again = asked_again(engine, prompt, trial=trial)
     assert again["outcome"] == "prefix_hit", "the same trial finds its own KV"
-    assert asked_again(engine, prompt, trial=Trial.of(Selection(0.0)))["outcome"] == "blended"
+    assert asked_again(engine, prompt, trial=make_trial(Selection(0.0)))["outcome"] == "blended"
     assert asked_again(engine, prompt)["outcome"] == "declined"
 
 

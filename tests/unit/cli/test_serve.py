@@ -37,7 +37,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.core.gate import Progress
+from kintsugi.core.gate import GateProgress
 from kintsugi.core.namespaces import NamespacePrivacy, PrivacyExpert
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
@@ -303,7 +303,9 @@ class StubService:
     """Says what a test makes it say; None: no engine answers."""
 
     def __init__(self) -> None:
-        self.evidence: Progress | None = Progress("learning", "3 of about 40 prompts were measured", pairs=3)
+        self.evidence: GateProgress | None = GateProgress(
+            "learning", "3 of about 40 prompts were measured", pairs=3
+        )
         self.running = 1
 
     def info(self) -> EngineInfo:
@@ -330,12 +332,12 @@ def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
         return said(capsys)
 
     assert look() == []
-    service.evidence = Progress("learning", "9 of about 40 prompts were measured", pairs=9)
+    service.evidence = GateProgress("learning", "9 of about 40 prompts were measured", pairs=9)
     assert look() == [], "ten more prompts are worth a line"
-    service.evidence = Progress("learning", "13 of about 40 prompts were measured", pairs=13)
+    service.evidence = GateProgress("learning", "13 of about 40 prompts were measured", pairs=13)
     (line,) = look()
     assert (line["event"], line["state"], line["pairs"]) == ("blending", "learning", 13)
-    service.evidence = opened = Progress("open", "at 75% of a full prefill's work", pairs=38, cost=0.75)
+    service.evidence = opened = GateProgress("open", "at 75% of a full prefill's work", pairs=38, cost=0.75)
     (line,) = look()
     assert (line["state"], line["cost"], line["detail"]) == ("open", 0.75, opened.detail)
     assert look() == []

@@ -25,8 +25,8 @@ from kintsugi.core.report import (
     Binding,
     Cell,
     Closing,
-    Entry,
     Report,
+    ReportEntry,
     describe_selection,
     share_of_slot,
     source_of,
@@ -180,7 +180,7 @@ def test_a_cell_is_named_by_what_its_prompts_have_in_common(cell: Cell, text: st
     [
         lambda: Cell("guessed", 1),
         lambda: Cell("declared", 5),
-        lambda: Entry(CELL, "", 1, 0, SAFEST, EMPTY),
+        lambda: ReportEntry(CELL, "", 1, 0, SAFEST, EMPTY),
         lambda: entry_of(epoch=-1),
         lambda: part_of(writer=""),
         lambda: part_of(closings=[closing()] * 65),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, InvalidSpan, UnknownField
-from kintsugi.core.plan import Selection, apply_options, selection_of
+from kintsugi.core.plan import Selection, apply_options, make_trial, selection_of
 from kintsugi.core.request import (
     OPTION_NAMES,
     PARAMS_KEY,
@@ -209,7 +209,7 @@ def test_no_lifetime_is_the_longest() -> None:
 
 def test_a_trial_is_of_exactly_one_configuration_and_one_of_a_kind() -> None:
     selection = Selection(0.4, SelectorName.QUERY, 3, (1, 2))
-    one, other = Trial.of(selection), Trial.of(selection)
+    one, other = make_trial(selection), make_trial(selection)
     assert selection_of(one) == selection_of(other) == selection
     assert one.tag != other.tag
     params = KintsugiParams("acme", trial=one)
@@ -228,4 +228,4 @@ def test_only_the_engine_itself_requests_audits_and_trials() -> None:
     with pytest.raises(InvalidField, match="op: audit is for the engine itself"):
         check_foreign(KintsugiParams("acme", Op.AUDIT, (Span(0, 2),)))
     with pytest.raises(InvalidField, match="trial: is for the engine itself"):
-        check_foreign(KintsugiParams("acme", trial=Trial.of(Selection(0.4))))
+        check_foreign(KintsugiParams("acme", trial=make_trial(Selection(0.4))))

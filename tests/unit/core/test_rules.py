@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.rules import Rule, Term, before, has_items, is_set, this
+from kintsugi.core.settings import Rule, Term, before, has_items, is_set, this
 
 
 @pytest.mark.parametrize(

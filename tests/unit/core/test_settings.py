@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.rules import Rule, this
 from kintsugi.core.settings import (
+    Rule,
     Settings,
     bounds_of,
     check,
@@ -18,6 +18,7 @@ from kintsugi.core.settings import (
     non_default_fields,
     plain,
     setting,
+    this,
 )
 
 

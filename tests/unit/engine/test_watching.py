@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kintsugi.core.accounting import TICKET, TOLD
-from kintsugi.core.plan import Selection
-from kintsugi.core.request import KintsugiParams, Op, SelectorName, Trial
+from kintsugi.core.plan import Selection, make_trial
+from kintsugi.core.request import KintsugiParams, Op, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.engine.watching import TOLD_S, LoadMeter, WatchedClient, blend_trial, prefill_in_full
@@ -403,7 +403,7 @@ def test_the_first_position_alone_takes_one_pass(forced: tuple[int, ...] | None,
 def test_a_trial_along_an_answer_takes_two_passes_over_the_same_kv() -> None:
     pytest.importorskip("vllm")
     client = PrefillingClient(cached=16, whole_prompt=True)
-    params = KintsugiParams("acme", trial=Trial.of(Selection(0.4)))
+    params = KintsugiParams("acme", trial=make_trial(Selection(0.4)))
     prompt = Prompt(list(range(20)), params, top_logprobs=3, forced=(41, 42, 43))
     blend = asyncio.run(blend_trial(client, prompt, "r", 7))
     assert [max(step, key=lambda token: step[token]) for step in blend.top_logprobs] == [1020, 1021, 1022]

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from kintsugi.core.errors import InvalidField, UnknownField
-from kintsugi.core.rules import camel
+from kintsugi.core.settings import camel
 from kintsugi.core.spaces import check_namespace
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Engines
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec

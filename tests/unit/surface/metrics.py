@@ -13,7 +13,7 @@ from unittest.mock import MagicMock, Mock
 
 from prometheus_client import CollectorRegistry
 
-from kintsugi.core.gate import Progress
+from kintsugi.core.gate import GateProgress
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.quality.stream import StreamCounts
@@ -23,8 +23,8 @@ from kintsugi.store.shard.eviction.room import Counters
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi_operator.controller.metrics import OperatorMetrics
 
-_OPEN = Progress("open", "", 40, 9, 0.5, 0.001, 0.01, 0.1, 0.2, 0.125)
-"""Progress with a value for every metric."""
+_OPEN = GateProgress("open", "", 40, 9, 0.5, 0.001, 0.01, 0.1, 0.2, 0.125)
+"""GateProgress with a value for every metric."""
 
 REPOSITORY = Path(__file__).parents[3]
 

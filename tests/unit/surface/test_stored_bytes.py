@@ -20,8 +20,8 @@ import torch
 from kintsugi.core.evidence import Deviation, Tally
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, LayerGroup, Part, PartKind, SideKind
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import Binding, Cell, Closing, Entry, Opening, Report
-from kintsugi.core.report import Part as QualityPart
+from kintsugi.core.report import Binding, Cell, Closing, Opening, Report, ReportEntry
+from kintsugi.core.report import ReportPart as QualityPart
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of, token_bytes
 from kintsugi.fusor.codecs import decode_frame, encode_frame
 from kintsugi.gateway.texts.known_chunks import KnownChunks
@@ -71,7 +71,10 @@ def test_manifest() -> None:
 
 
 def test_manifest_of_every_field() -> None:
-    groups = [LayerGroup(1, 2, (Part(PartKind.KV, 4),)), LayerGroup(1, 1, (Part(PartKind.LATENT, 8),))]
+    groups = [
+        LayerGroup(1, 2, (Part(PartKind.KV, 4),)),
+        LayerGroup(1, 1, (Part(PartKind.LATENT, 8),)),
+    ]
     layout = KVLayout.of_groups(groups, "bfloat16")
     frames = [bytes(40), bytes(640), bytes(640)]
     of = (SPACE, KEY, anchors_of(TOKENS), len(TOKENS), layout, Codec.RAW, frames, (SideKind.SCORES,))
@@ -160,7 +163,7 @@ def test_report() -> None:
         "writer",
         "kintsugi 1",
         "2026-01-02T03:04:05+00:00",
-        (Entry(cell, "source", 3, 1, selection, tally),),
+        (ReportEntry(cell, "source", 3, 1, selection, tally),),
         (Closing("wrong", "2026-01-01T00:00:00+00:00", "source"),),
         (Opening(cell, "", selection, "2026-01-02T00:00:00+00:00"),),
         (("source", 0.25, 0.125),),

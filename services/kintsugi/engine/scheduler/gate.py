@@ -76,7 +76,7 @@ class Gate:
         self.binding = binding
         self.quality = quality
         self.versions = versions
-        """Versions of this engine, as in `core.report.Part`."""
+        """Versions of this engine, as in `core.report.ReportPart`."""
         self.state = GateState("report_unavailable", "the report has not been read yet")
         self._read = read
         self._poll_s = poll_s

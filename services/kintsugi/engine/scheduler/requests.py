@@ -31,8 +31,8 @@ from vllm.v1.request import RequestStatus
 
 from kintsugi.core.accounting import TICKET, Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, InvalidSpan, NotBlendable
-from kintsugi.core.gate import Permit
-from kintsugi.core.plan import ChunkHit, exact_end
+from kintsugi.core.gate import GateState, Permit
+from kintsugi.core.plan import ChunkHit, exact_end, selection_of
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds, anchors_of
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob
@@ -151,6 +151,22 @@ def check_request(request: Request, local_chunk: int | None) -> None:
         )
     if request.skip_reading_prefix_cache:
         raise NotBlendable("prompt_logprobs", "logprobs of prompt tokens need their full prefill")
+
+
+def permit_blend(
+    gate: GateState, planner: Planner, request: Request, params: KintsugiParams, is_discovered: bool
+) -> tuple[Planner, Permit]:
+    """Return a planner that plans with what the request may use, and the permission. Raises
+    `NotBlendable`."""
+    if params.trial is not None:
+        selection = selection_of(params.trial)
+        return Planner(selection), Permit(selection)
+    if params.op.prefills_chunk:
+        return planner, Permit(planner.selection)
+    permit = gate.permit(
+        params.namespace, is_discovered, request.num_prompt_tokens, planner.selection, params.options
+    )
+    return planner.with_selection(permit.selection), permit
 
 
 def check_measured(state: RequestState, hits: tuple[ChunkHit, ...], exact: int) -> None:

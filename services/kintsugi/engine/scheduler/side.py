@@ -15,9 +15,9 @@ from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome, decline
 from kintsugi.core.errors import InvalidField, NotBlendable
-from kintsugi.core.gate import UNMEASURED, Permit
+from kintsugi.core.gate import UNMEASURED
 from kintsugi.core.layout import Codec, codec_named
-from kintsugi.core.plan import BlendPlan, ChunkHit, exact_end, plan_digest, selection_of
+from kintsugi.core.plan import BlendPlan, ChunkHit, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.config import EngineConfig
@@ -51,6 +51,7 @@ from kintsugi.engine.scheduler.requests import (
     check_save,
     is_parked,
     parking_of_saves,
+    permit_blend,
     save_job,
     saved_copy,
     take_beside_named,
@@ -159,7 +160,7 @@ class SchedulerSide:
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
         is_discovered = self.discovery.covers(params)
-        planner, permit = self._permit(request, params, is_discovered)
+        planner, permit = permit_blend(self.gate.state, self.planner, request, params, is_discovered)
         shared = self._space(params.shared) if params.shared else None
         takes_others = is_discovered and params.spans is not None
         state = RequestState(request, params, space, shared, planner, permit, is_discovered, takes_others)
@@ -182,24 +183,6 @@ class SchedulerSide:
             else:
                 hashing.set_salt(request, self._salt_of(state))
             self._look_up(request, state)
-
-    def _permit(
-        self, request: Request, params: KintsugiParams, is_discovered: bool
-    ) -> tuple[Planner, Permit]:
-        """Return what the request may use, and a planner that plans with it. Raises `NotBlendable`."""
-        if params.trial is not None:
-            selection = selection_of(params.trial)
-            return Planner(selection), Permit(selection)
-        if params.op.prefills_chunk:
-            return self.planner, Permit(self.planner.selection)
-        permit = self.gate.state.permit(
-            params.namespace,
-            is_discovered,
-            request.num_prompt_tokens,
-            self.planner.selection,
-            params.options,
-        )
-        return self.planner.with_selection(permit.selection), permit
 
     def _look_up(self, request: Request, state: RequestState) -> None:
         """Start the lookup if its answer has room."""

@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from kintsugi.core.documents import next_date
 from kintsugi.core.layout import HeadRange
-from kintsugi.core.plan import Selection
+from kintsugi.core.plan import Selection, make_trial
 from kintsugi.core.report import LADDER, Report
-from kintsugi.core.request import KintsugiParams, Trial
+from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, Span, TokenIds
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.bundled import showcase
@@ -181,7 +181,7 @@ def test_a_full_trial_along_an_answer_equals_full_prefill(served: Served) -> Non
     full = served.run(served.engine.answer_in_full(plain, 0))
 
     def blend(ratio: float) -> Generation:
-        params = KintsugiParams("trial", spans=tuple(spans), trial=Trial.of(Selection(ratio)))
+        params = KintsugiParams("trial", spans=tuple(spans), trial=make_trial(Selection(ratio)))
         return served.run(served.engine.blend(dataclasses.replace(plain, params=params), 0))
 
     exact, reused = blend(1.0), blend(0.0)

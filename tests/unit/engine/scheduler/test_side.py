@@ -22,9 +22,9 @@ from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, Unavailable
 from kintsugi.core.gate import GateState
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
-from kintsugi.core.plan import BlendPlan, ChunkSource, Selection
+from kintsugi.core.plan import BlendPlan, ChunkSource, Selection, make_trial
 from kintsugi.core.report import Cell
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, Trial
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import LoadSample, WorkerReport
@@ -564,7 +564,7 @@ def test_what_passed_is_used_by_requests_that_name_nothing(side: SchedulerSide, 
 
 
 def trial_of(name: str, selection: Selection) -> Any:
-    params = KintsugiParams("acme", spans=(Span(0, 32), Span(32, 64)), trial=Trial.of(selection))
+    params = KintsugiParams("acme", spans=(Span(0, 32), Span(32, 64)), trial=make_trial(selection))
     sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
     return Request(name, PROMPT, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
 
