@@ -96,21 +96,20 @@ def read_through(paths: Iterable[str]) -> int:
 
 
 class FileKeeper:
-    """Reads files on a thread until `close`, so that they stay in memory: every ``period_s``, or less often
-    to keep the share of time within `READING_SHARE_MAX`."""
+    """Reads files on a thread until `close`, so that they stay in memory: every `KEEP_PERIOD_S`, or less
+    often to keep the share of time within `READING_SHARE_MAX`."""
 
-    def __init__(self, paths: Sequence[str], period_s: float = KEEP_PERIOD_S) -> None:
+    def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
-        self._period_s = period_s
         self._closed = threading.Event()
         threading.Thread(target=self._keep, name="kintsugi-keeper", daemon=True).start()
 
     def _keep(self) -> None:
-        wait_s = self._period_s
+        wait_s = KEEP_PERIOD_S
         while not self._closed.wait(wait_s):
             began_s = time.monotonic()
             read_through(self._paths)
-            wait_s = max(self._period_s, (time.monotonic() - began_s) / READING_SHARE_MAX)
+            wait_s = max(KEEP_PERIOD_S, (time.monotonic() - began_s) / READING_SHARE_MAX)
 
     def close(self) -> None:
         """Idempotent."""

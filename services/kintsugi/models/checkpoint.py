@@ -135,10 +135,10 @@ def tokenizer_digest(path: str | Path, revision: str | None = None) -> str:
     return _digest(file) if file.is_file() else ""
 
 
-def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
+def read_config(path: str | Path) -> dict[str, Any]:
     """Return the `config.json` of a checkpoint, which is found as in `model_fingerprint`, with the same
     errors."""
-    return _json(_resolve_folder(Path(path), revision or hub.MAIN) / "config.json")
+    return _json(_resolve_folder(Path(path), hub.MAIN) / "config.json")
 
 
 def kv_dtype_of(dtype: str, cache_dtype: str = "auto", quantization: str | None = None) -> str:

@@ -60,7 +60,6 @@ def prepare_bench(
     form: PromptForm,
     given: Sequence[Question] | None,
     segments: bool = False,
-    seed: int = 0,
 ) -> tuple[Bench, list[str]]:
     """Write the given questions, or questions about the bundled passages, in the engine's form. Return the
     bench for `calibrate`, and warnings.
@@ -76,10 +75,10 @@ def prepare_bench(
         questions = list(given)
     elif segments:
         room = engine.max_model_len - len(form.head) - QUESTION_TOKENS
-        questions = make_segment_questions(count_tokens, room, PASSAGE_PROMPTS, seed)
+        questions = make_segment_questions(count_tokens, room, PASSAGE_PROMPTS, seed=0)
     else:
         tokens = min(PASSAGE_TOKENS, engine.max_model_len // 6)
-        questions = make_passage_questions(count_tokens, tokens, PASSAGE_PROMPTS, seed)
+        questions = make_passage_questions(count_tokens, tokens, PASSAGE_PROMPTS, seed=0)
     classes = TokenClasses.of_tokenizer(form.tokenizer) if segments else None
     max_tokens = max(ANSWER_TOKENS_MIN, answer_tokens(questions, form.tokenizer))
     cases, warnings = tokenize_questions(questions, form, engine.max_model_len, max_tokens, classes)
