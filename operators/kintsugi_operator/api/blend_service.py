@@ -84,7 +84,7 @@ class Model(ModelSpec, ManifestSettings):
 
 @dataclass(frozen=True)
 class EnginesExpert(EngineExpert, ManifestSettings):
-    """Settings of engines that follow from the calibration report, the hardware or the model."""
+    """Settings of engines that follow from the evidence, the hardware or the model."""
 
     NARROWED: ClassVar = {"selector": {"maxLength": 64}}
 

@@ -99,14 +99,14 @@ class ModelSpec(Settings):
 
 @dataclass(frozen=True)
 class EngineExpert(Settings):
-    """Settings of engines that follow from the calibration report, the hardware or the model."""
+    """Settings of engines that follow from the evidence, the hardware or the model."""
 
     ratio: float | None = setting(None, minimum=0, maximum=1)
-    """Share of a prompt's chunk tokens that a blend recomputes, without a calibration report."""
+    """Share of a prompt's chunk tokens that a blend recomputes, if `quality` is `off`."""
     selector: str | None = None
-    """Selector of the recomputed tokens, without a calibration report."""
+    """Selector of the recomputed tokens, if `quality` is `off`."""
     check_layer: int | None = setting(None, minimum=1)
-    """Layer whose KV deviation selects tokens, without a calibration report."""
+    """Layer whose KV deviation selects tokens, if `quality` is `off`."""
     portable: bool = True
     """Also use chunks in prompts with another prefix than the one that they were prefilled after."""
     plain_copies: bool = True
