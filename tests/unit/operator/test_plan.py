@@ -29,7 +29,7 @@ from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.store import ray_service_name
 from kintsugi_operator.observed import views
 from kintsugi_operator.observed.views import JobState, Observed, RayServiceView
-from tests.unit.operator.specs import NOW, OWNER, names, secret_keys, spec_of, specs
+from tests.unit.operator.specs import NOW, OWNER, names, spec_of, specs
 
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OLDEST, NEWEST = "1.30", "1.36"
@@ -594,21 +594,3 @@ def test_audit_logs_reach_gateways_and_shards() -> None:
     }
     assert folders["gateway"]["emptyDir"]["sizeLimit"] == "4Gi", "room for the log beside known texts"
     assert {"gateway", "shard"} <= set(folders)
-
-
-def test_each_client_of_the_store_is_given_its_own_token_alone() -> None:
-    spec = spec_of(store={"tokensSecret": "store-access"})
-    objects = objects_of(spec)
-    service = named(objects, "RayService", f"acme-{EngineRevision.of(spec).name}")
-    args = json.loads(service["spec"]["serveConfigV2"])["applications"][0]["args"]
-    assert args["store_url"].endswith(":7410?token_file=/etc/kintsugi/store-token/token")
-    store = named(objects, "RayService", "acme-store")
-    told = json.loads(store["spec"]["serveConfigV2"])["applications"][0]["args"]["store"]
-    assert told["expert"]["tokens_file"] == "/etc/kintsugi/store-tokens/tokens.yaml"
-    given: dict[str, list[tuple[str, str]]] = {}
-    for template in pod_templates(objects):
-        keys = secret_keys(template, "store-access")
-        given.setdefault(template["metadata"]["labels"][LABEL_ROLE], []).extend(keys)
-    token = [("token", "/etc/kintsugi/store-token/token")]
-    assert given.pop("shard") == [("tokens.yaml", "/etc/kintsugi/store-tokens/tokens.yaml"), *token]
-    assert given == {"engine": token, "gateway": token, "head": []}

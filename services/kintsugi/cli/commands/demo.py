@@ -51,8 +51,8 @@ REFERENCE_DTYPE = "float32"
 in bfloat16 round where others do not."""
 
 NO_REPORT_NOTE = (
-    "The demo blends without a calibration report. A service does not: kintsugi calibrate measures whether "
-    "blended answers are as good as those of full prefill, and writes the report."
+    "The demo tests nothing before it blends. A service does: it blends only what it has measured to lose "
+    "little, on the prompts that it serves."
 )
 OTHER_MODEL_NOTE = f"The question was chosen by the answers of {REFERENCE.title}, not of this model."
 

@@ -153,17 +153,16 @@ class SchedulerSide:
             self.salts.check(request, params.namespace, params.shared)
         if self._lookups.num_waiting >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
-        space = self._space(params.namespace)
-        prompt = TokenIds.of(request.prompt_token_ids)
+        space, prompt = self._space(params.namespace), TokenIds.of(request.prompt_token_ids)
         if params.op.prefills_chunk:
             space = saved_copy(params, space, prompt)
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
         is_discovered = self.discovery.covers(params)
         planner, permit = permit_blend(self.gate.state, self.planner, request, params, is_discovered)
+        takes = is_discovered and params.spans is not None
         shared = self._space(params.shared) if params.shared else None
-        takes_others = is_discovered and params.spans is not None
-        state = RequestState(request, params, space, shared, planner, permit, is_discovered, takes_others)
+        state = RequestState(request, params, space, shared, planner, permit, is_discovered, takes)
         if params.spans is not None:
             spans = add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
@@ -205,8 +204,8 @@ class SchedulerSide:
 
     def _codecs(self) -> frozenset[Codec] | None:
         """Return the codecs of chunks that may be used: the measured one and `raw`; None: all."""
-        is_tested = self.gate.state.report is not None
-        return frozenset((Codec.RAW, codec_named(self.config.codec))) if is_tested else None
+        own = frozenset((Codec.RAW, codec_named(self.config.codec)))
+        return None if self.gate.state.report is None else own
 
     def _check_blendable(self, request: Request) -> None:
         if self.declined_because is not None:
