@@ -21,7 +21,6 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.core.evidence import Quality
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import FILE, Report
-from kintsugi.core.schema import load
 from kintsugi.quality import reports
 
 CALIBRATED: Key = ("calibrated",)
@@ -90,4 +89,5 @@ def calibrated(records: Records) -> Configuration | None:
     found = records.below(*CALIBRATED).get(())
     if found is None or found["selection"] is None:
         return None
-    return Configuration(found["context"], load(Selection, found["selection"], "selection"))
+    fields = {**found["selection"], "query_layers": tuple(found["selection"]["query_layers"])}
+    return Configuration(found["context"], Selection(**fields))
