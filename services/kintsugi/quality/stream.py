@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import random
 import time
 from collections import Counter, deque
@@ -429,12 +430,13 @@ class Stream:
 
 
 def _served_selection(allowed: Allowance | None, accounting: dict[str, object]) -> Selection | None:
-    """Return the configuration of a served blend: the cheapest that is open may have changed since. A blend
-    at a higher ratio counts for the next lower one. None: no open one."""
+    """Return the configuration of a served blend: the cheapest that is open may have changed since. None if
+    no open one has its ratio: a blend at a higher ratio, as the loading controller may choose, would be
+    evidence for less than it computed."""
     ratio = float(accounting.get("ratio") or 0.0)  # type: ignore[arg-type]
     passed = () if allowed is None else allowed.selections
-    found = [one for one in passed if one.selector == accounting.get("selector") and one.ratio <= ratio]
-    return max(found, key=lambda one: one.ratio, default=None)
+    found = (one for one in passed if one.selector == accounting.get("selector"))
+    return next((one for one in found if math.isclose(one.ratio, ratio)), None)
 
 
 def _tally(deviation: Deviation, accounting: dict[str, object]) -> Tally:

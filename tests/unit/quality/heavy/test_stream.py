@@ -396,8 +396,8 @@ def test_a_blend_gets_a_full_prefill_an_audit_and_cheaper_blends() -> None:
     [
         (SAFEST, SAFEST),
         (NEXT, NEXT),
-        (dataclasses.replace(NEXT, ratio=0.6), NEXT),
-        (dataclasses.replace(SAFEST, ratio=0.9), SAFEST),
+        (dataclasses.replace(NEXT, ratio=0.6), None),
+        (dataclasses.replace(SAFEST, ratio=0.9), None),
         (THIRD, None),
     ],
 )
