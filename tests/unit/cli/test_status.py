@@ -57,6 +57,13 @@ def test_a_healthy_service_needs_no_help() -> None:
     }
 
 
+def test_blending_that_is_on_says_since_when_at_which_cost_and_what_follows() -> None:
+    progress = {"detail": "at 69% of the work", "since": "2026-11-27T12:00:00+00:00", "pairs_missing": 9}
+    facts = dataclasses.replace(HEALTHY, engines=dataclasses.replace(ENGINES, progress=progress))
+    expected = "on since 2026-11-27T12:00:00+00:00: at 69% of the work; cheaper after about 9 more prompts"
+    assert describe_status(facts).blending == expected
+
+
 @pytest.mark.parametrize("contact", [one for one in Contact if one is not Contact.ANSWERED])
 def test_whatever_keeps_a_gateway_from_answering_there_is_something_to_do(contact: Contact) -> None:
     facts = ServiceFacts("http://127.0.0.1:8000", contact, "why")

@@ -16,6 +16,7 @@ from kintsugi.cli.screen import Screen
 from kintsugi.cli.service_facts import (
     AnswerCount,
     Contact,
+    EngineFacts,
     ServiceFacts,
     ServiceLink,
     StoreFacts,
@@ -84,7 +85,7 @@ class ServiceStatus:
     runs: list[tuple[str, str]] = field(default_factory=list)
     """(part, description) pairs."""
     blending: str = ""
-    """`on`, or why blending is off; empty: unknown."""
+    """`on`, with what the evidence shows, or why blending is off; empty: unknown."""
     why_not: list[str] = field(default_factory=list)
     """Why answers were not blended, the most frequent reason first."""
     helps: list[str] = field(default_factory=list)
@@ -151,10 +152,21 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
         facts.url,
         facts.contact,
         runs,
-        engines.blending,
+        describe_blending(engines),
         [f"{one.reason}: {format_count(one.count, 'answer')}" for one in frequent],
         list(dict.fromkeys(helps)),
     )
+
+
+def describe_blending(engines: EngineFacts) -> str:
+    """Format as `on since 2026-11-27T12:00:00+00:00: prompts of …: at 41% of a full prefill's work, …`."""
+    progress = engines.progress
+    if engines.blending != "on" or not progress.get("detail"):
+        return engines.blending
+    since = f" since {progress['since']}" if progress.get("since") else ""
+    missing = progress.get("pairs_missing")
+    cheaper = f"; cheaper after about {format_count(missing, 'more prompt')}" if missing else ""
+    return f"on{since}: {progress['detail']}{cheaper}"
 
 
 def advise_on_gate(blending: str) -> str:
