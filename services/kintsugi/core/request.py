@@ -233,6 +233,11 @@ class KintsugiParams:
             raise InvalidSpan("spans", f"op={self.op} needs exactly one span: the chunk to prefill")
         _ = self.options  # checks its fields
 
+    @property
+    def is_discovered(self) -> bool:
+        """Whether segments of the prompt are found and saved."""
+        return self.op is Op.BLEND and self.discover and not self.no_store and self.spans != ()
+
     @cached_property
     def options(self) -> BlendOptions:
         """What the request chooses about its blend."""

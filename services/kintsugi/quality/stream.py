@@ -231,7 +231,7 @@ class Stream:
         state = self._gate()
         if prompt.params is None or state.report is None or prompt.params.no_store:
             return prompt
-        cell = Cell.of(prompt.params.discover, len(prompt.token_ids))
+        cell = Cell.of(prompt.params.is_discovered, len(prompt.token_ids))
         source = source_of(prompt.params.namespace)
         allowed = state.allowance(cell, source)
         if allowed is None:
@@ -271,7 +271,7 @@ class Stream:
         pending = self._pending.popleft()
         state, params = self._gate(), pending.prompt.params
         assert params is not None
-        cell = Cell.of(params.discover, len(pending.prompt.token_ids))
+        cell = Cell.of(params.is_discovered, len(pending.prompt.token_ids))
         source = source_of(params.namespace)
         if pending.is_blend:
             is_changed = await self._measure_blend(pending, state, cell, source)

@@ -27,7 +27,7 @@ from vllm.logger import init_logger
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.namespaces import SALT, base_of, narrow
-from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds, anchors_of
 from kintsugi.discovery.backlog import Backlog, Recurring
 from kintsugi.discovery.segments import TOKENS_MIN, find_segments
@@ -103,8 +103,7 @@ class Discovery:
 
     def covers(self, params: KintsugiParams) -> bool:
         """Whether a request with these parameters is discovered."""
-        may_store = self.is_ready and params.discover and not params.no_store
-        return may_store and params.op is Op.BLEND and params.spans != ()
+        return self.is_ready and params.is_discovered
 
     @property
     def is_ready(self) -> bool:
