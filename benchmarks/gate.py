@@ -250,11 +250,17 @@ def main() -> None:
     live = parser.add_argument_group("the section live")
     live.add_argument("--model", default="bundled", help="default: %(default)s")
     live.add_argument("--tokens", type=int, default=1200, help="of a prompt, about; default: %(default)s")
+    live.add_argument("--dtype", default="auto", help="vLLM's; default: %(default)s")
     live.add_argument("--minutes", type=float, default=10.0, help="longest wait; default: %(default)s")
     arguments = parser.parse_args()
     setup = Setup(
         arguments.quick,
-        gate_live.LiveSetup(arguments.model, arguments.tokens, 1.0 if arguments.quick else arguments.minutes),
+        gate_live.LiveSetup(
+            arguments.model,
+            arguments.tokens,
+            1.0 if arguments.quick else arguments.minutes,
+            arguments.dtype,
+        ),
     )
     measure("gate", arguments, SECTIONS, {"quality": QUALITY.value, "details": setup.details}, setup=setup)
 

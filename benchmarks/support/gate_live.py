@@ -53,6 +53,8 @@ class LiveSetup:
     """Of a prompt, about."""
     minutes: float
     """Longest wait."""
+    dtype: str = "auto"
+    """vLLM's `dtype`."""
 
 
 def _questions(setup: LiveSetup) -> list[Question]:
@@ -65,12 +67,14 @@ def _questions(setup: LiveSetup) -> list[Question]:
 
 
 @contextmanager
-def _served(model: str, folder: Path) -> Iterator[tuple[dict[str, Any], psutil.Process, Path]]:
+def _served(setup: LiveSetup, folder: Path) -> Iterator[tuple[dict[str, Any], psutil.Process, Path]]:
     """Run the service. Yields its `ready` event, its process and the file of its events."""
     events = folder / "events.jsonl"
-    path = str(bundled_checkpoint()) if model == "bundled" else model
+    path = str(bundled_checkpoint()) if setup.model == "bundled" else setup.model
+    config = folder / "service.yaml"
+    config.write_text(json.dumps({"model": {"path": path}, "engines": {"vllm": {"dtype": setup.dtype}}}))
     start = "from kintsugi.cli.console_script import main; main()"
-    command = [sys.executable, "-c", start, "serve", "--model", path, "--json"]
+    command = [sys.executable, "-c", start, "serve", "--config", str(config), "--json"]
     with events.open("wb") as out, (folder / "log").open("wb") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "2"}
         process = subprocess.Popen(
@@ -98,7 +102,7 @@ def measure(setup: LiveSetup) -> list[Figure]:
     questions = _questions(setup)
     with (
         tempfile.TemporaryDirectory(prefix="kintsugi-gate-") as name,
-        _served(setup.model, Path(name)) as (ready, process, events),
+        _served(setup, Path(name)) as (ready, process, events),
         Client(ready["grpc"], "own") as client,
     ):
         chunks = list(dict.fromkeys(chunk for one in questions for chunk in one.chunks))
@@ -143,7 +147,7 @@ def _ask(
     rows = [json.loads(line) for line in events.read_text().splitlines() if line.strip()]
     last = [row for row in rows if row.get("event") == "blending"][-1:] or [{}]
     bar = BARS.get(setup.tokens)
-    told = f"{setup.model}, about {setup.tokens} tokens, {asked} prompts; {last[0].get('detail', '')}"
+    told = f"{setup.model} ({setup.dtype}), about {setup.tokens} tokens, {asked} prompts; {last[0].get('detail', '')}"
     figures = [
         Figure(
             "minutes_to_first_blend",

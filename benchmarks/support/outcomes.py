@@ -106,7 +106,7 @@ def musique_questions(
     return found[skip : skip + count]
 
 
-def record(model: str, prompts: str, count: int, minutes: float) -> None:
+def record(model: str, prompts: str, count: int, minutes: float, dtype: str = "auto") -> None:
     path = path_of(model, prompts)
     records = read_records(path) if path.exists() else _empty(model, prompts)
     skip, until_s = len(records.tokens), time.monotonic() + 60 * minutes
@@ -117,7 +117,7 @@ def record(model: str, prompts: str, count: int, minutes: float) -> None:
         asked = testbed.questions(testbed.TASKS, TESTBED_FROM + skip, each)[:count]
     else:
         asked = musique_questions(prompts, count, skip)
-    with start_measuring_engine(MeasuringEngineSpec(name, form=form)) as engine:
+    with start_measuring_engine(MeasuringEngineSpec(name, form=form, vllm_args={"dtype": dtype})) as engine:
         cases, _ = tokenize_questions(asked, form, engine.max_model_len, POSITIONS_MAX)
         for start in range(0, len(cases), BATCH):
             if time.monotonic() > until_s:
@@ -164,8 +164,9 @@ def main() -> None:
     parser.add_argument("--prompts", choices=["testbed", "own", "mixed"], default="testbed")
     parser.add_argument("--count", type=int, default=96)
     parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--dtype", default="auto", help="float32 where the CPU does not multiply in bfloat16")
     arguments = parser.parse_args()
-    record(arguments.model, arguments.prompts, arguments.count, arguments.minutes)
+    record(arguments.model, arguments.prompts, arguments.count, arguments.minutes, arguments.dtype)
     for line in describe(read_records(path_of(arguments.model, arguments.prompts))):
         say(line)
 
