@@ -147,7 +147,8 @@ def _ask(
     rows = [json.loads(line) for line in events.read_text().splitlines() if line.strip()]
     last = [row for row in rows if row.get("event") == "blending"][-1:] or [{}]
     bar = BARS.get(setup.tokens)
-    told = f"{setup.model} ({setup.dtype}), about {setup.tokens} tokens, {asked} prompts; {last[0].get('detail', '')}"
+    detail = last[0].get("detail", "")
+    told = f"{setup.model} ({setup.dtype}), about {setup.tokens} tokens, {asked} prompts; {detail}"
     figures = [
         Figure(
             "minutes_to_first_blend",
