@@ -24,7 +24,7 @@ def test_requests_carry_what_the_user_chose() -> None:
     engine = FakeEngine()
     compare(engine, PROMPT, CHOICE, max_tokens=4)
     params = [prompt.params for prompt in engine.prompts if prompt.params is not None]
-    assert [p.ratio for p in params] == [0.0, 0.3] * 2
+    assert [p.ratio if p.trial is None else p.trial.ratio for p in params] == [0.0, 0.3] * 2
     assert {p.selector for p in params} == {SelectorName.RANDOM}
     assert all(p.spans == PROMPT.spans for p in params)
     warm_ups = [prompt for prompt in engine.prompts if list(prompt.token_ids) == [0, 10, 11, 12]]

@@ -15,6 +15,7 @@ from kintsugi.core.evidence import EMPTY, Quality
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import (
     CLOSED_TOGETHER,
+    CLOSINGS_MAX,
     ERROR,
     FILE,
     LADDER,
@@ -183,7 +184,7 @@ def test_a_cell_is_named_by_what_its_prompts_have_in_common(cell: Cell, text: st
         lambda: ReportEntry(CELL, "", 1, 0, SAFEST, EMPTY),
         lambda: entry_of(epoch=-1),
         lambda: part_of(writer=""),
-        lambda: part_of(closings=[closing()] * 65),
+        lambda: part_of(closings=[closing()] * (CLOSINGS_MAX + 1)),
         lambda: dataclasses.replace(report_of(), ladder=()),
     ],
 )
@@ -480,7 +481,7 @@ def test_folding_old_parts_loses_nothing() -> None:
     report = many_parts(number)
     assert len(report.parts) == PARTS_MAX
     assert report.tally(CELL, SOURCE, SAFEST).pairs == 3 * number
-    assert len(report.closings) == report.epoch(TENANTS[0]) == 4
+    assert len(report.closings) == report.epoch(TENANTS[0]) == number // 10
     for index, tenant in enumerate(TENANTS[1:], 1):
         pairs = sum(one + 1 for one in range(index, number, 8))
         assert report.tally(CELL, tenant, SAFEST).pairs == pairs
