@@ -93,6 +93,7 @@ vllm.forward_context: get_forward_context
 vllm.forward_context: set_forward_context(attn_metadata, vllm_config, num_tokens, slot_mapping, skip_compiled)
 vllm.logger: init_logger
 vllm.model_executor.custom_op: CustomOp
+vllm.platforms: current_platform
 vllm.utils.hashing: get_hash_fn_by_name
 vllm.v1.attention.backend: CommonAttentionMetadata(query_start_loc_cpu, block_table_tensor, slot_mapping)
 vllm.v1.attention.backend: CommonAttentionMetadata(positions, seq_lens_cpu_upper_bound)
@@ -117,6 +118,7 @@ ENGINE_HOOKS = _read_hooks(
 vllm: SamplingParams TokensPrompt
 vllm.config: KVTransferConfig
 vllm.engine.arg_utils: AsyncEngineArgs.create_engine_config
+vllm: __version__
 vllm.platforms: current_platform
 vllm.sampling_params: RequestOutputKind
 vllm.usage.usage_lib: UsageContext
