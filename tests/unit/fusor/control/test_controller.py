@@ -82,7 +82,7 @@ links = st.builds(Link, st.floats(0, 0.1), st.floats(1e-12, 1e-6))
 @st.composite
 def plan_requests(draw: st.DrawFn) -> PlanRequest:
     layers = draw(st.integers(1, 40))
-    engine = EngineShape(layers, draw(st.floats(0.05, 0.5)), draw(st.integers(16, 8192)), draw(st.booleans()))
+    engine = EngineShape(layers, draw(st.floats(0.05, 0.5)), draw(st.integers(16, 8192)))
     count = draw(st.integers(1, 8))
     hits = hits_of(
         draw(st.lists(st.integers(1, 600), min_size=count, max_size=count)),
