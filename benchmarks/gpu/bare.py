@@ -22,7 +22,7 @@ def prepare_imports() -> list[str]:
     for folder in (REPOSITORY, REPOSITORY / "services"):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
-    names = ("StrictBool", "StrictFloat", "StrictInt", "TypeAdapter", "ValidationError")
+    names = ("StrictBool", "StrictFloat", "StrictInt", "TypeAdapter", "ValidationError", "BeforeValidator")
     stand_ins: dict[str, dict[str, Any]] = {
         "blake3": {"blake3": _blake2b},
         "xxhash": {"xxh3_128_digest": _no_digest},

@@ -23,7 +23,7 @@ finally:
     [
         ("bash", "kintsugi sta", ["status"]),
         ("bash", "kintsugi precompute pi", ["pin"]),
-        ("bash", "kintsugi serve --allow", ["--allow-uncalibrated"]),
+        ("bash", "kintsugi serve --qual", ["--quality"]),
         ("zsh", "kintsugi store sta", ["status"]),
         ("fish", "kintsugi calibrate --form ", ["auto", "chat", "plain"]),
     ],

@@ -102,7 +102,7 @@ def test_nothing_of_a_request_that_says_no_store_is_saved_when_it_missed() -> No
         (
             1e9,
             "ttl_s",
-            "at most 315360000 seconds (ten years); leave it out to keep chunks until the store needs",
+            "at most 315360000 seconds (ten years); leave it out to keep chunks until they are evicted",
         ),
         ("3600", "kintsugi.ttl_s", "number"),
         (True, "kintsugi.ttl_s", "number"),

@@ -153,7 +153,7 @@ def test_what_is_ours_and_wrong_names_its_field(body: dict[str, Any], field: str
 
 
 @pytest.mark.parametrize(
-    ("op", "whose"), [("save", "save belongs to PutChunk"), ("audit", "audit belongs to shadowing")]
+    ("op", "whose"), [("save", "save belongs to PutChunk"), ("audit", "audit belongs to the engine")]
 )
 def test_chunks_are_neither_saved_nor_audited_by_a_question(op: str, whose: str) -> None:
     with pytest.raises(InvalidField, match=whose) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from typing import Any
 
@@ -47,7 +48,9 @@ def test_the_commands_read_what_a_gateway_tells() -> None:
             await server.stop()
         assert facts.contact is Contact.ANSWERED, facts.detail
         assert (facts.version, facts.has_tokens) == (__version__, False)
-        assert facts.engines == EngineFacts(None, "scripted", 4096, "", "on")
+        assert facts.engines is not None
+        assert facts.engines.progress["state"] == "off"
+        assert dataclasses.replace(facts.engines, progress={}) == EngineFacts(None, "scripted", 4096, "", "on")
         assert facts.store is not None
         assert (facts.store.error, facts.store.shards, facts.store.chunks) == (None, 1, 0)
         assert facts.answers == (
