@@ -50,7 +50,9 @@ def test_the_commands_read_what_a_gateway_tells() -> None:
         assert (facts.version, facts.has_tokens) == (__version__, False)
         assert facts.engines is not None
         assert facts.engines.progress["state"] == "off"
-        assert dataclasses.replace(facts.engines, progress={}) == EngineFacts(None, "scripted", 4096, "", "on")
+        assert dataclasses.replace(facts.engines, progress={}) == EngineFacts(
+            None, "scripted", 4096, "", "on"
+        )
         assert facts.store is not None
         assert (facts.store.error, facts.store.shards, facts.store.chunks) == (None, 1, 0)
         assert facts.answers == (
