@@ -19,9 +19,10 @@ from kintsugi.core.report import LADDER, Report
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, Span, TokenIds
 from kintsugi.engine.local import Generation, Prompt
-from kintsugi.models.bundled import showcase
+from kintsugi.models.bundled import bundled_checkpoint, showcase
 from kintsugi.quality import stream as stream_module
 from kintsugi.quality.metrics import kl_divergence
+from kintsugi.quality.questions import read_questions
 from kintsugi.quality.reports import utc_now
 from kintsugi.serving import learning as learning_module
 from kintsugi.serving.learning import Learning, make_learning
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.engine
 
 WAIT_S = 60.0
 HEALTHY = 6
+PROMPTS_MAX = 120
 
 
 @pytest.fixture
@@ -72,27 +74,30 @@ def _forget(served: Served) -> None:
     assert _within(lambda: served.run(served.engine.info()).progress.state == "learning")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_served_prompts_open_the_gate(
     served: Served, learning: Learning, registry: CollectorRegistry
 ) -> None:
     _forget(served)
-    show, outcomes = showcase(), []
-    served.store("learns", show.chunks)
-    for order in itertools.permutations(show.chunks):
-        waiting = learning.stream.counts.pairs + learning.stream.pending
-        outcomes.append(_asked(served, "learns", order))
+    questions = read_questions(bundled_checkpoint() / "questions.jsonl", PROMPTS_MAX)
+    served.store("learns", list(dict.fromkeys(chunk for one in questions for chunk in one.chunks)))
+    outcomes = []
+    for one in questions:
+        message = {"role": "user", "content": "".join(one.chunks) + one.tail}
+        body = {"model": served.model, "messages": [message], "temperature": 0, "max_tokens": 1}
+        answer = served.post("/v1/chat/completions", body, "learns").json()
+        outcomes.append(answer["kv_transfer_params"]["kintsugi"]["outcome"])
         if outcomes[-1] == "blended":
             break
-        assert _within(lambda: not learning.stream.pending), waiting
-    assert outcomes[-1] == "blended"
+        assert _within(lambda: not learning.stream.pending)
+    assert outcomes[-1] == "blended", served.run(served.engine.info()).progress
     assert len(outcomes) > 30, "no evidence passes anything sooner"
     assert set(outcomes[:-1]) == {"declined"}
     found = served.run(served.engine.info())
     assert (found.progress.state, found.ratio) == ("open", LADDER[0].ratio)
     assert found.progress.pairs > 30
     assert registry.get_sample_value("kintsugi_quality_open") == 1
-    assert _asked(served, "another", show.chunks) == "declined", "one namespace opens for itself alone"
+    assert _asked(served, "another", showcase().chunks) == "declined", "one namespace opens for itself alone"
 
 
 def test_a_damaged_store_closes_the_gate(
