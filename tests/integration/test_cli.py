@@ -44,7 +44,7 @@ def test_generate_blends_and_keeps_stdout_clean(model: Path, tmp_path: Path) -> 
         chunks += ["--chunk", str(path)]
     result = kintsugi_command(
         *("generate", "--model", str(model), "--question", "Why?", "--max-tokens", "4"),
-        *("--ratio", "1", "--compare", "--json", "--allow-uncalibrated", *chunks),
+        *("--ratio", "1", "--compare", "--json", "--quality", "off", *chunks),
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
