@@ -214,15 +214,14 @@ def pairs_until_trip(
 
 
 def less_agreement(other: Sequence[Deviation], drop: float, seed: int) -> Callable[[Deviation], Deviation]:
-    """Return a damage that changes a share ``drop`` more of the tokens, with the KL that changed tokens have
-    in ``other``, the records of full KV reuse."""
+    """Return a damage that lowers the mean agreement by ``drop``: some pairs become changed ones of
+    ``other``, the records of full KV reuse."""
     changed = [one for one in other if one.changed]
-    per_change = sum(one.kl for one in changed) / max(1e-9, sum(one.changed for one in changed))
+    mean = sum(one.changed for one in changed) / max(1, len(changed))
     picks = random.Random(seed)
 
     def damage(one: Deviation) -> Deviation:
-        more = min(1 - one.changed, picks.expovariate(1 / drop))
-        return Deviation(one.kl + more * per_change, one.changed + more)
+        return picks.choice(changed) if changed and picks.random() < drop / mean else one
 
     return damage
 
