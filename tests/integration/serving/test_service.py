@@ -31,7 +31,7 @@ from kintsugi.serving.directory import ACTOR_NAME, LEASE_S, RAY_NAMESPACE
 from kintsugi.serving.ray_backend import RayBackend
 from kintsugi.store.client.directory import GrpcDirectory, ShardMap
 from tests.contracts.backend_contract import BackendContract, Engines
-from tests.integration.serving.conftest import Deployed, eventually
+from tests.integration.serving.conftest import START_TIMEOUT_S, Deployed, eventually
 from tests.ports import find_exposed
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -246,7 +246,7 @@ def test_a_killed_engine_fails_its_own_answers_alone_and_leaves_no_process(
     ray_engines.run(cut_off())
     assert eventually(lambda: not any(Path(f"/proc/{each}").exists() for each in (process, *cores)), 30)
     with Client(deployed.grpc, namespace="sdk") as client:
-        answer = client.generate(TEXTS, "Tide?", sampling=GREEDY)
+        answer = client.generate(TEXTS, "Tide?", sampling=GREEDY, timeout_s=START_TIMEOUT_S)
     assert answer.accounting["outcome"] in ("blended", "prefix_hit"), json.dumps(answer.accounting)
     assert came_back(deployed, ENGINE_DEPLOYMENT, before)
     assert others(deployed, ENGINE_DEPLOYMENT) == rest
