@@ -39,8 +39,9 @@ from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.fusor.audit import tolerance_of
 from kintsugi.quality.measure import NAMESPACE, Bench, Case, measure_selection
+from kintsugi.quality.metrics import TOP_LOGPROBS
 from kintsugi.quality.reports import ReportKeeper
-from kintsugi.quality.stream import TOP_LOGPROBS, Stream
+from kintsugi.quality.stream import Stream
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 

@@ -26,8 +26,8 @@ from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
+from kintsugi.quality.metrics import TOP_LOGPROBS
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
-from kintsugi.quality.stream import TOP_LOGPROBS
 
 SAVE_BATCH = 256
 CONTINUATION_TOKENS = 8

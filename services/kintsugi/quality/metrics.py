@@ -58,6 +58,8 @@ def _longest_common_subsequence(mine: list[str], theirs: list[str]) -> int:
     return row[-1]
 
 
+TOP_LOGPROBS = 20
+"""Most likely tokens that are compared at a position: vLLM's default limit."""
 Distribution = Mapping[int, float]
 """Logprobs by token id, of the most likely tokens only."""
 KL_MAX = 1000.0

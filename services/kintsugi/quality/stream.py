@@ -52,13 +52,12 @@ from kintsugi.engine.auditing import StoredCopy
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.fusor.audit import find_damage
 from kintsugi.quality import metrics
+from kintsugi.quality.metrics import TOP_LOGPROBS
 from kintsugi.quality.reports import ReportKeeper
 from kintsugi.quality.sampling import FairSampler, is_sampled
 
 logger = logging.getLogger(__name__)
 
-TOP_LOGPROBS = 20
-"""vLLM's default limit."""
 FULL_PREFILLS = frozenset((LEARNING, CLOSED, UNMEASURED, "blending_is_slower", "loading_is_slower"))
 """Reasons of full prefills that are measured: blending is shut for the prompt, or would be slower with what
 is open."""

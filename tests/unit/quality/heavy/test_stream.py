@@ -18,12 +18,12 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.auditing import StoredCopy
 from kintsugi.engine.local import Generation, Prompt
+from kintsugi.quality.metrics import TOP_LOGPROBS
 from kintsugi.quality.reports import ReportKeeper
 from kintsugi.quality.stream import (
     HOPELESS_PAIRS,
     PENDING_MAX,
     PENDING_S,
-    TOP_LOGPROBS,
     Stream,
     choose_trials,
     compare_steps,
