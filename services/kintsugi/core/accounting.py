@@ -125,7 +125,7 @@ class Accounting:
         return self.token_layers_computed / self.token_layers_total if self.token_layers_total else 1.0
 
     def to_mapping(self) -> dict[str, Any]:
-        """JSON form; fields that are None are left out."""
+        """Return the JSON form, without the fields that are None."""
         values = {name: value for name, value in vars(self).items() if value is not None}
         if self.timeline is not None:
             values["timeline"] = [dict(vars(layer)) for layer in self.timeline]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -328,12 +329,16 @@ class Report:
         """All closings, oldest first."""
         return tuple(sorted((one for part in self.parts for one in part.closings), key=lambda one: one.at))
 
+    @cached_property
+    def _closed(self) -> Counter[str]:
+        """Number of closings by source; empty: of all sources."""
+        return Counter(one.source for one in self.closings)
+
     def epoch(self, source: str) -> int:
         """Return how often blending was closed for a source. Closings of `CLOSED_TOGETHER` other namespaces
         count as one for all."""
-        own = sum(one.covers(source) for one in self.closings)
-        others = {one.source for one in self.closings if one.source not in ("", source)}
-        return own + len(others) // CLOSED_TOGETHER
+        others = len(self._closed.keys() - {"", source})
+        return self._closed[""] + self._closed[source] + others // CLOSED_TOGETHER
 
     def last_closing(self, source: str) -> Closing | None:
         """Return the last closing that counts for a source; None if blending was never closed for it."""
@@ -383,8 +388,19 @@ class Report:
         """Return the sources with evidence in a cell."""
         return sorted(source for one, source in self._slots if one == cell)
 
+    @cached_property
+    def _standings(self) -> dict[tuple[Cell, str, Quality], Standing]:
+        return {}
+
     def standing(self, cell: Cell, source: str, quality: Quality) -> Standing:
-        """Return how far a source's own evidence is."""
+        """Return how far a source's own evidence is. Computed once: while nothing is open, every request asks
+        for it, to be measured and to be told."""
+        key = cell, source, quality
+        if key not in self._standings:
+            self._standings[key] = self._compute_standing(cell, source, quality)
+        return self._standings[key]
+
+    def _compute_standing(self, cell: Cell, source: str, quality: Quality) -> Standing:
         epoch, slot = self.epoch(source), self.slot(cell, source)
         enough = -math.log(ERROR * (1 - COMMON_SHARE) * share_of_slot(slot) * _share_of_epoch(epoch))
         passed: list[Selection] = []

@@ -63,16 +63,13 @@ class ReportKeeper:
         self._exchanged_s = -float("inf")
         self._is_changed = False
         self._seen: dict[str, int] = {}
-        self._part = ReportPart(uuid.uuid4().hex, versions, self._date())
-        self.report = Report(binding, self._date())
+        self._part = ReportPart(uuid.uuid4().hex, versions, self.now)
+        self.report = Report(binding, self.now)
         """The evidence of all writers as last read, with this writer's own."""
 
     @property
     def now(self) -> str:
         """The time: ISO 8601, UTC."""
-        return self._date()
-
-    def _date(self) -> str:
         return self._now().isoformat(timespec="seconds")
 
     @property
@@ -96,7 +93,7 @@ class ReportKeeper:
         self._change(entries=tuple(entries))
         opens = not had_passed and selection in self.report.standing(cell, source, self._quality).passed
         if opens:
-            opening = Opening(cell, source, selection, self._date())
+            opening = Opening(cell, source, selection, self.now)
             self._change(openings=(*self._part.openings, opening)[-ENTRIES_MAX:])
         return opens
 
@@ -112,7 +109,7 @@ class ReportKeeper:
         self._change(closings=(*self._part.closings, closing)[-CLOSINGS_MAX:])
 
     def _change(self, **fields: object) -> None:
-        self._part = dataclasses.replace(self._part, at=self._date(), **fields)  # type: ignore[arg-type]
+        self._part = dataclasses.replace(self._part, at=self.now, **fields)  # type: ignore[arg-type]
         self.report = self.report.with_part(self._part, self.report.created)
         self._is_changed = True
 
@@ -127,7 +124,7 @@ class ReportKeeper:
             return []
         try:
             document = self._store.get_report(self._binding.model, self._binding.report_name)
-            found = self._read(document)
+            found = parse_stored(document, self._binding) or Report(self._binding, "")
             self._leave_folded(found)
             self.report = found.with_part(self._part, next_date(self._now(), document))
             if self._is_changed or self._is_lost(found):
@@ -138,24 +135,12 @@ class ReportKeeper:
             return []
         return self._take_new()
 
-    def _read(self, document: bytes | None) -> Report:
-        """Return the store's report; an empty one if it cannot be read."""
-        empty = Report(self._binding, "")
-        if document is None:
-            return empty
-        try:
-            found = Report.from_bytes(document)
-        except (Corrupted, VersionMismatch) as error:
-            logger.warning("the report is replaced: %s", error)
-            return empty
-        return found if found.binding == self._binding else empty
-
     def _leave_folded(self, found: Report) -> None:
         """Go on as another writer if this writer's part was added to another one. Pairs that were not
         published before are lost; closings are not."""
         if any(self._part.writer in part.folded for part in found.parts):
             new = tuple(one for one in self._part.closings if one not in found.closings)
-            self._part = ReportPart(uuid.uuid4().hex, self._part.versions, self._date(), closings=new)
+            self._part = ReportPart(uuid.uuid4().hex, self._part.versions, self.now, closings=new)
 
     def _is_lost(self, found: Report) -> bool:
         """Whether the store's report lacks what this writer published, because another writer has replaced
@@ -172,25 +157,32 @@ class ReportKeeper:
         return new
 
 
-def fetch_report(store: ChunkStore, binding: Binding) -> Report | None:
-    """Fetch the report of a binding; None if it does not exist or cannot be read."""
-    document = store.get_report(binding.model, binding.report_name)
+def parse_stored(document: bytes | None, binding: Binding) -> Report | None:
+    """Return the report of a stored document; None if there is none, if it cannot be read, or if it belongs
+    to another binding."""
     if document is None:
         return None
     try:
-        return Report.from_bytes(document)
-    except (Corrupted, VersionMismatch):
+        found = Report.from_bytes(document)
+    except (Corrupted, VersionMismatch) as error:
+        logger.warning("a stored report is ignored: %s", error)
         return None
+    return found if found.binding == binding else None
+
+
+def fetch_report(store: ChunkStore, binding: Binding) -> Report | None:
+    """Fetch the report of a binding; None as `parse_stored` returns it."""
+    return parse_stored(store.get_report(binding.model, binding.report_name), binding)
 
 
 def publish(store: ChunkStore, report: Report) -> None:
     """Add the parts of a report, as from a file, to the report in the store."""
-    name = report.binding.report_name
-    document = store.get_report(report.binding.model, name)
-    current = fetch_report(store, report.binding) or Report(report.binding, "", ladder=report.ladder)
+    binding = report.binding
+    document = store.get_report(binding.model, binding.report_name)
+    current = parse_stored(document, binding) or Report(binding, "", ladder=report.ladder)
     for part in report.parts:
         current = current.with_part(part, next_date(utc_now(), document))
-    store.put_report(report.binding.model, name, current.to_bytes())
+    store.put_report(binding.model, binding.report_name, current.to_bytes())
 
 
 def write(path: Path, report: Report) -> None:

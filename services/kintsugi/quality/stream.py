@@ -14,7 +14,7 @@ along the served answer's tokens, up to `POSITIONS_MAX` of them:
   else a small share.
 
 Which requests are measured is decided when they are admitted, by their namespace, the free places and a
-random id, never by their answers. A twin that fails counts as the worst loss. Waiting prompts are held in
+random id, never by their answers. A blend that fails counts as the worst loss. Waiting prompts are held in
 memory alone, at most `PENDING_MAX` of them for `PENDING_S`; only losses are kept (`quality.reports`).
 
 When the trip test detects that served blends are beyond the limit, blending is closed for that namespace, and
@@ -130,7 +130,7 @@ class StreamCounts:
     pairs: int = 0
     """Pairs that were measured."""
     failed: int = 0
-    """Pairs whose twin failed, which count as the worst loss."""
+    """Pairs whose twin failed. A blend that fails counts as the worst loss; a full prefill says nothing."""
     dropped: int = 0
     """Answers that waited too long for their twin."""
     audited: int = 0

@@ -174,7 +174,7 @@ class LearningMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, about in (
             ("pairs", "Answers that were compared with a twin"),
-            ("failed", "Comparisons whose twin failed, which count as the worst loss"),
+            ("failed", "Comparisons whose twin failed; a failed blend counts as the worst loss"),
             ("dropped", "Answers that waited too long for their twin"),
             ("audited", "Stored chunks that were prefilled again and compared"),
             ("damaged", "Compared chunks that were damaged and were deleted"),

@@ -34,7 +34,7 @@ FILE_MODE = 0o600
 
 @dataclass
 class AuditEntry:
-    """One request, as far as it is known."""
+    """What is known about one request."""
 
     method: str
     """Name of the RPC, or the HTTP path."""
