@@ -26,7 +26,6 @@ from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.codecs import SERVED
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
-from benchmarks.support.passing import passing_report
 from benchmarks.support.quality_curve import Setup, bench_of, exact_mean, trained
 from benchmarks.support.rewriting import Stored, put_back, stored
 from kintsugi.core.evidence import Quality
@@ -44,6 +43,7 @@ from kintsugi.quality.reports import ReportKeeper
 from kintsugi.quality.stream import Stream
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
+from tests.fakes.reports import passing_report
 
 SERVED_MAX = 300
 UNTIL_MAX = 200
@@ -319,7 +319,7 @@ def _watch(
     ``audits``: as in `LocalTwins`. The engine tests nothing itself, so that it goes on with ``served``,
     whatever the evidence is; the stream takes `SERVED` for what passed.
     """
-    report = passing_report(running.binding, SERVED, running.versions)
+    report = passing_report(running.binding, [SERVED], versions=running.versions)
     state = GateState(report=report, quality=QUALITY, versions=running.versions)
     twins = LocalTwins(running, store, audits)
     stream = Stream(twins, ReportKeeper(None, running.binding, running.versions, QUALITY), lambda: state)

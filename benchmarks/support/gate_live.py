@@ -6,26 +6,20 @@ its own passages; for the bundled model, questions of the testbed.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
+import httpx
 
 from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.outcomes import musique_questions
+from benchmarks.support.servers import Server, serve
+from kintsugi.gateway.fronts.service_routes import SERVICE_PATH
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.quality.questions import Question
 from kintsugi.sdk.client import Client
@@ -37,7 +31,8 @@ TESTBED_FROM = 700_000
 PROMPTS_MAX = 150
 CHARS_PER_TOKEN = 4.0
 PASSAGES_MAX = 10
-READY_S = 300.0
+THREADS = {"OMP_NUM_THREADS": "2"}
+"""As many as the bars name."""
 BARS = {1200: 6.0, 3600: 15.0}
 """Minutes by tokens of a prompt."""
 CHEAP = 0.25
@@ -50,7 +45,7 @@ class LiveSetup:
 
     model: str
     tokens: int
-    """Of a prompt, about."""
+    """Approximate length of a prompt."""
     minutes: float
     """Longest wait."""
     dtype: str = "auto"
@@ -66,33 +61,10 @@ def _questions(setup: LiveSetup) -> list[Question]:
     return musique_questions("own", PROMPTS_MAX, 0, passages, chars)
 
 
-@contextmanager
-def _served(setup: LiveSetup, folder: Path) -> Iterator[tuple[dict[str, Any], psutil.Process, Path]]:
-    """Run the service. Yields its `ready` event, its process and the file of its events."""
-    events = folder / "events.jsonl"
+def _specification(setup: LiveSetup) -> dict[str, Any]:
     path = str(bundled_checkpoint()) if setup.model == "bundled" else setup.model
-    config = folder / "service.yaml"
-    config.write_text(json.dumps({"model": {"path": path}, "engines": {"vllm": {"dtype": setup.dtype}}}))
-    start = "from kintsugi.cli.console_script import main; main()"
-    command = [sys.executable, "-c", start, "serve", "--config", str(config), "--json"]
-    with events.open("wb") as out, (folder / "log").open("wb") as log:
-        environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-        process = subprocess.Popen(
-            [*command, "--http-port", "0", "--grpc-port", "0"], stdout=out, stderr=log, env=environment
-        )
-        try:
-            until_s = time.monotonic() + READY_S
-            ready = None
-            while ready is None:
-                if process.poll() is not None or time.monotonic() > until_s:
-                    raise RuntimeError(f"the service did not start: {(folder / 'log').read_text()[-2000:]}")
-                time.sleep(0.5)
-                rows = [json.loads(line) for line in events.read_text().splitlines() if line.strip()]
-                ready = next((row for row in rows if row.get("event") == "ready"), None)
-            yield ready, psutil.Process(process.pid), events
-        finally:
-            process.terminate()
-            process.wait(timeout=120)
+    ports = {"http_port": 0, "grpc_port": 0}
+    return {"model": {"path": path}, "engines": {"vllm": {"dtype": setup.dtype}}, "gateway": ports}
 
 
 def measure(setup: LiveSetup) -> list[Figure]:
@@ -101,26 +73,23 @@ def measure(setup: LiveSetup) -> list[Figure]:
         return []
     questions = _questions(setup)
     with (
-        tempfile.TemporaryDirectory(prefix="kintsugi-gate-") as name,
-        _served(setup, Path(name)) as (ready, process, events),
-        Client(ready["grpc"], "own") as client,
+        serve(lambda folder: _specification(setup), environment=THREADS) as server,
+        Client(server.grpc, "own") as client,
     ):
         chunks = list(dict.fromkeys(chunk for one in questions for chunk in one.chunks))
         for start in range(0, len(chunks), 64):
             client.put_chunks(chunks[start : start + 64])
         say(f"{len(chunks)} chunks are put")
-        return _ask(setup, client, questions, process, events)
+        return _ask(setup, client, questions, server)
 
 
-def _ask(
-    setup: LiveSetup, client: Client, questions: list[Question], process: psutil.Process, events: Path
-) -> list[Figure]:
+def _ask(setup: LiveSetup, client: Client, questions: list[Question], server: Server) -> list[Figure]:
     started_s, until_s = time.monotonic(), time.monotonic() + 60 * setup.minutes
     first_s: float | None = None
     cheap_s: float | None = None
     full_s: list[float] = []
     blend_s: list[float] = []
-    rss_first, rss_most, asked = _rss(process), 0, 0
+    rss_first, rss_most, asked = server.rss_bytes(), 0, 0
     costs: list[float] = []
     while time.monotonic() < until_s and cheap_s is None:
         question = questions[asked % len(questions)]
@@ -139,16 +108,17 @@ def _ask(
                 cheap_s = time.monotonic() - started_s
         else:
             full_s.append(ttft_s)
-        rss_most = max(rss_most, _rss(process))
+        rss_most = max(rss_most, server.rss_bytes())
         if asked % 10 == 0:
             outcome = accounting.get("reason") or accounting.get("outcome")
             say(f"{asked} prompts, {time.monotonic() - started_s:.0f} s: {outcome}")
         time.sleep(PAUSE_S)
-    rows = [json.loads(line) for line in events.read_text().splitlines() if line.strip()]
-    last = [row for row in rows if row.get("event") == "blending"][-1:] or [{}]
-    bar = BARS.get(setup.tokens)
-    detail = last[0].get("detail", "")
-    told = f"{setup.model} ({setup.dtype}), about {setup.tokens} tokens, {asked} prompts; {detail}"
+    described = httpx.get(server.details["http"] + SERVICE_PATH).raise_for_status().json()
+    detail = described["engines"]["progress"]["detail"]
+    is_bundled = setup.model == "bundled"  # its report opens at once, and its prompts are short
+    bar = None if is_bundled else BARS.get(setup.tokens)
+    length = "testbed" if is_bundled else f"about {setup.tokens} tokens"
+    told = f"{setup.model} ({setup.dtype}), {length}, {asked} prompts; {detail}"
     figures = [
         Figure(
             "minutes_to_first_blend",
@@ -172,13 +142,3 @@ def _ask(
             Figure("ttft_full_over_blend", speedup, "×", detail=f"cost of the last blend {costs[-1]:.3f}")
         )
     return figures
-
-
-def _rss(process: psutil.Process) -> int:
-    total = 0
-    for one in (process, *process.children(recursive=True)):
-        try:
-            total += one.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total

@@ -64,7 +64,7 @@ class Records:
     model: str
     prompts: str
     tokens: list[int]
-    """Of each prompt."""
+    """Length of each prompt."""
     chunk_tokens: list[int]
     """Mean length of each prompt's chunks."""
     num_chunks: list[int]

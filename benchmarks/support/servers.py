@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +87,10 @@ class Server:
         """Consumed so far by everything that runs now."""
         return sum(map(_cpu_s, self.processes()))
 
+    def rss_bytes(self) -> int:
+        """Resident memory of everything that runs now."""
+        return sum(map(_rss_bytes, self.processes()))
+
     def replicas(self, deployment: str) -> list[psutil.Process]:
         """The processes of a deployment's Serve replicas, by Ray's title for them. The busiest comes
         first."""
@@ -119,6 +123,13 @@ def _cpu_s(process: psutil.Process) -> float:
     except psutil.NoSuchProcess:
         return 0.0
     return float(times.user + times.system)
+
+
+def _rss_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def tree_cpu_s(process: psutil.Process) -> float:
@@ -167,17 +178,28 @@ def plain_server(
 @contextmanager
 def our_server(model: Path, setting: Setting) -> Iterator[Server]:
     """`kintsugi serve`: Ray, one shard with RAM and a disk below it, one engine, the gateway."""
+    with serve(lambda folder: _specification(model, setting, folder), is_pinned=setting.is_pinned) as server:
+        yield server
+
+
+@contextmanager
+def serve(
+    specify: Callable[[Path], dict[str, Any]],
+    is_pinned: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """`kintsugi serve` with the configuration that ``specify`` returns for a folder of its own."""
     # Short: the names of Ray's sockets begin with it, and have a bound.
     with tempfile.TemporaryDirectory(prefix="kg-", ignore_cleanup_errors=True) as folder:
         config = Path(folder) / "service.yaml"
-        config.write_text(yaml.safe_dump(_specification(model, setting, Path(folder))))
-        environment = {"RAY_TMPDIR": folder}
+        config.write_text(yaml.safe_dump(specify(Path(folder))))
+        environment = {"RAY_TMPDIR": folder, **(environment or {})}
         command = [sys.executable, "-c", "from kintsugi.cli.console_script import main; main()"]
         command += ["serve", "--config", str(config), "--json"]
-        with _running("kintsugi", command, environment, stdout=True, is_pinned=setting.is_pinned) as started:
+        with _running("kintsugi", command, environment, stdout=True, is_pinned=is_pinned) as started:
             process, log = started
             ready = _ready_event(process, log)
-            endpoint = Endpoint(f"{ready['http']}/v1", NAME, namespace=NAMESPACE)
+            endpoint = Endpoint(f"{ready['http']}/v1", ready["model"], namespace=NAMESPACE)
             yield Server("kintsugi", process, endpoint, ready["grpc"], ready)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.passing import passing_report
 from benchmarks.support.real import figures
 from benchmarks.support.real.calibration import CALIBRATED, calibrated, cheapest
 from benchmarks.support.real.corpus import PassageSet
@@ -40,6 +39,7 @@ from kintsugi.core.report import LADDER, Binding
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.cost import PassWorkload, configuration_cost
 from kintsugi.models.context import NONE
+from tests.fakes.reports import passing_report
 
 HEADER = {"model": "toy"}
 WORK = PassWorkload(3600, 80, 30, 0.05, 600)
@@ -251,7 +251,7 @@ def test_a_calibration_is_a_record_of_what_passed(records: Records) -> None:
 
 def test_what_passes_passes_at_every_length() -> None:
     binding = Binding("00" * 32, "", "raw")
-    report = passing_report(binding, LADDER[0], "")
+    report = passing_report(binding, LADDER[:1])
     assert cheapest(report) == LADDER[0]
     (part,) = report.parts
     tally = Tally(losses=((STEPS, 40),))

@@ -108,18 +108,20 @@ def passing_report(
     kind: str = "declared",
     sizes: tuple[tuple[int, int], ...] = ANY_SIZE,
     created: str = "2026-01-01T00:00:00+00:00",
+    versions: str = "test",
 ) -> Report:
-    """A report by which the selections pass for prompts of any length, on a file's evidence.
+    """A report by which the selections pass for prompts of any length: on a file, they lost nothing.
 
-    ``sizes``: rows of (octave of the chunks' mean length, pairs).
+    ``sizes``: rows of (octave of the chunks' mean length, pairs). With an engine's own ``versions`` nothing
+    is on probation.
     """
     tally = Tally(losses=((0, 400),), cost=200.0, sizes=sizes, chunks=ANY_SIZE)
-    entries = tuple(
-        ReportEntry(Cell(kind, band), FILE, band + 1, 0, selection, tally)
+    entries = [
+        entry_of(FILE, cell=Cell(kind, band), slot=band + 1, selection=selection, tally=tally)
         for band in range(len(BANDS) + 1)
         for selection in selections
-    )
-    part = ReportPart("test", "test", created, entries)
+    ]
+    part = part_of(*entries, writer="test", versions=versions, at=created)
     return Report(binding, created, (part,), tuple(selections))
 
 
