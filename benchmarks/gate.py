@@ -13,12 +13,14 @@ Nothing was tuned on the recorded prompts. The limits are those of `balanced`.
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 from benchmarks.support import gate_live
 from benchmarks.support.engines import say

@@ -6,6 +6,7 @@ its own passages; for the bundled model, questions of the testbed.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ PAUSE_S = 5.0
 """Between two prompts of the client."""
 TESTBED_FROM = 700_000
 PROMPTS_MAX = 150
+SERVE_S = 5.0
+"""Minimum time of one prompt of a real model on two cores: it bounds the number of prompts."""
+PUT_BATCH, PUT_S = 16, 300.0
+"""Chunks of one put, and its deadline."""
 CHARS_PER_TOKEN = 4.0
 PASSAGES_MAX = 10
 THREADS = {"OMP_NUM_THREADS": "2"}
@@ -58,7 +63,8 @@ def _questions(setup: LiveSetup) -> list[Question]:
         return testbed.questions(testbed.TASKS, TESTBED_FROM, each)
     passages = min(PASSAGES_MAX, max(4, setup.tokens // 200))
     chars = round(setup.tokens / passages * CHARS_PER_TOKEN)
-    return musique_questions("own", PROMPTS_MAX, 0, passages, chars)
+    count = min(PROMPTS_MAX, math.ceil(60 * setup.minutes / (PAUSE_S + SERVE_S)))
+    return musique_questions("own", count, 0, passages, chars)
 
 
 def _specification(setup: LiveSetup) -> dict[str, Any]:
@@ -77,9 +83,9 @@ def measure(setup: LiveSetup) -> list[Figure]:
         Client(server.grpc, "own") as client,
     ):
         chunks = list(dict.fromkeys(chunk for one in questions for chunk in one.chunks))
-        for start in range(0, len(chunks), 64):
-            client.put_chunks(chunks[start : start + 64])
-        say(f"{len(chunks)} chunks are put")
+        for start in range(0, len(chunks), PUT_BATCH):
+            client.put_chunks(chunks[start : start + PUT_BATCH], timeout_s=PUT_S)
+            say(f"{min(start + PUT_BATCH, len(chunks))} of {len(chunks)} chunks are put")
         return _ask(setup, client, questions, server)
 
 

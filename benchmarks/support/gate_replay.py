@@ -19,7 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.support.outcomes import Records
-from kintsugi.core.evidence import BETS, STEPS, Deviation, Quality, Tally, TripTest, loss_of, trip_limit
+from kintsugi.core.evidence import (
+    BETS,
+    CHANGED_MAX,
+    STEPS,
+    Deviation,
+    Levels,
+    Quality,
+    Tally,
+    TripTest,
+    loss_of,
+    trip_limits,
+)
 from kintsugi.core.gate import GateState
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import (
@@ -116,7 +127,7 @@ def count_false_opens(
         ]
         found = any(wealths[index].max() >= enough for index, enough in enumerate(own))
         if tenants >= NAMESPACES_MIN:
-            enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(1))
+            enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(1) * FIRST_EPOCH)
             common = np.minimum(wealths, enough / NAMESPACES_MIN).sum(axis=0)
             found = found or common.max() >= enough
         opened += bool(found)
@@ -129,7 +140,7 @@ def count_foreign_opens(
     """Return how many of the streams with five tenants open for all because of one tenant's easy prompts:
     its losses are ``good``, those of the four others ``bad``, at the limit."""
     generator, limit = np.random.default_rng(seed), quality.loss_max
-    enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(1))
+    enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(1) * FIRST_EPOCH)
     opened = 0
     for _ in range(streams):
         easy = generator.choice(np.asarray(good), size=(1, LIFE // 5))
@@ -180,15 +191,16 @@ class TripReplay:
     def __init__(self, quality: Quality) -> None:
         self._quality = quality
         self._tally = Tally()
-        self._limit = quality.loss_max
+        self._limits = Levels(quality.loss_max, CHANGED_MAX)
         self._test = TripTest()
 
     def observe(self, deviation: Deviation) -> bool:
         if self._tally.pairs < TALLY_MAX:
             self._tally += Tally.of(deviation, 0.5, [200])
         if self._tally.pairs >= TRIP_PAIRS_MIN and self._tally.pairs % TRIP_STEP == 0:
-            self._limit = min(self._limit, trip_limit(self._tally, self._quality.loss_max))
-        return self._test.observe(loss_of(deviation), self._limit)
+            found = trip_limits(self._tally, self._quality.loss_max)
+            self._limits = Levels(*map(min, found, self._limits))
+        return self._test.observe(Levels.of(deviation), self._limits) is not None
 
 
 def count_false_trips(clean: Sequence[Deviation], quality: Quality, seed: int) -> int:

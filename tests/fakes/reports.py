@@ -47,7 +47,7 @@ def tally_of(
         answers=tuple(answers),
         cost=0.5 * pairs,
         kl=0.001 * pairs,
-        changed=0.01 * pairs,
+        changes=((1, pairs),),
         sizes=((int(math.log2(chunk_tokens)), pairs),),
         chunks=((int(math.log2(num_chunks)), pairs),),
     )

@@ -10,8 +10,9 @@ tokens. Its loss is a number in [0, 1] (`loss_of`). Two hypotheses about the mea
   bounded random variables by betting", 2024). Bets are fixed and the wealth is their weighted mean, so the
   order of the pairs does not matter, and `Tally`, a histogram of losses, holds everything. Tallies of several
   engines are added.
-- "The mean is at most the limit" (`TripTest`). Its wealth restarts from 1 whenever it falls below 1, so old
-  good answers do not hide a later drift (e-detectors: Shin, Ramdas and Rinaldo, 2022).
+- "The mean is at most the limit" (`TripTest`), for the loss and for the share of changed tokens. Its wealth
+  restarts from 1 whenever it falls below 1, so old good answers do not hide a later drift (e-detectors: Shin,
+  Ramdas and Rinaldo, 2022).
 
 Pairs must be independent. Positions within an answer need not be, because an answer is one number.
 """
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT
@@ -39,14 +41,17 @@ POSITIONS_MAX = 32
 BETS: Mapping[float, float] = {0.95: 0.6, 0.8: 0.15, 0.6: 0.1, 0.4: 0.08, 0.2: 0.07}
 """Shares of the largest bet, and their weights. The best share for a mean p is about 1 - p / limit. The
 weights favour small losses, because the first configuration to try is nearly exact."""
-TRIP_BETS = (0.05, 0.15, 0.3, 0.6)
-"""Bets of `TripTest`, times the limit. Each gains most if the mean exceeds the limit by about this share."""
+TRIP_BETS = (0.03, 0.06, 0.15, 0.4)
+"""Bets of `TripTest`, times the limit. A bet gains most if about this share of the pairs is lost beyond the
+limit."""
 FALSE_TRIP = 5e-4
 """Rate of false trips per pair while the mean loss is exactly at the limit; far lower below it."""
-TRIP_LIMIT_MIN = 0.02
-TRIP_LIMIT_ERROR = 0.1
-"""Probability that the mean loss at the time of the evidence is above `trip_limit`."""
+TRIP_LIMIT_MIN = 0.01
+TRIP_LIMIT_ERROR = 0.4
+"""Probability that a mean at the time of the evidence is above its limit of `trip_limits`."""
 _BISECTIONS = 40
+_WEALTH_MAX = 100.0
+"""Logarithm: far beyond any verdict, and its exponential is a float."""
 
 
 class Quality(StrEnum):
@@ -116,8 +121,8 @@ class Tally:
     """Sum of the blends' shares of a full prefill's work."""
     kl: float = 0.0
     """Sum of the mean KL of each pair, in nats."""
-    changed: float = 0.0
-    """Sum of the shares of changed tokens."""
+    changes: tuple[tuple[int, int], ...] = ()
+    """Number of pairs by share of changed tokens: rows of (share * `STEPS`, rounded up; pairs)."""
     sizes: tuple[tuple[int, int], ...] = ()
     """Number of pairs by size of their chunks: rows of (`size_of`, pairs)."""
     chunks: tuple[tuple[int, int], ...] = ()
@@ -126,6 +131,7 @@ class Tally:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("losses", 0, STEPS),
+            ("changes", 0, STEPS),
             ("answers", -1, 1),
             ("sizes", 0, 32),
             ("chunks", 0, 32),
@@ -133,7 +139,7 @@ class Tally:
             for value, pairs in getattr(self, name):
                 if not low <= value <= high or pairs < 1:
                     raise InvalidField(f"tally.{name}", f"has {pairs} pairs at {value}")
-        if not all(math.isfinite(one) and one >= 0 for one in (self.cost, self.kl, self.changed)):
+        if not all(math.isfinite(one) and one >= 0 for one in (self.cost, self.kl)):
             raise InvalidField("tally", "has a sum that is not a finite number of at least 0")
 
     @staticmethod
@@ -141,11 +147,11 @@ class Tally:
         """The tally of one pair. ``wrong``: full prefill's exact match minus the blend's; None: unknown."""
         mean = sum(chunk_tokens) / max(1, len(chunk_tokens))
         return Tally(
-            losses=((math.ceil(loss_of(deviation) * STEPS - 1e-9), 1),),
+            losses=((_round_up(loss_of(deviation)), 1),),
+            changes=((_round_up(deviation.changed), 1),),
             answers=() if wrong is None else ((wrong, 1),),
             cost=cost,
             kl=deviation.kl,
-            changed=deviation.changed,
             sizes=((size_of(mean), 1),),
             chunks=((size_of(len(chunk_tokens)), 1),),
         )
@@ -153,10 +159,9 @@ class Tally:
     def __add__(self, other: Tally) -> Tally:
         rows = {
             name: _add_rows(getattr(self, name), getattr(other, name))
-            for name in ("losses", "answers", "sizes", "chunks")
+            for name in ("losses", "changes", "answers", "sizes", "chunks")
         }
-        sums = {name: getattr(self, name) + getattr(other, name) for name in ("cost", "kl", "changed")}
-        return Tally(**rows, **sums)  # type: ignore[arg-type]
+        return Tally(**rows, cost=self.cost + other.cost, kl=self.kl + other.kl)
 
     @property
     def pairs(self) -> int:
@@ -165,7 +170,12 @@ class Tally:
     @property
     def loss(self) -> float:
         """Mean loss; 0 without pairs."""
-        return sum(value * pairs for value, pairs in self.losses) / STEPS / max(1, self.pairs)
+        return _mean(self.losses)
+
+    @property
+    def changed(self) -> float:
+        """Mean share of changed tokens; 0 without pairs."""
+        return _mean(self.changes)
 
     @property
     def failed(self) -> int:
@@ -174,7 +184,7 @@ class Tally:
 
     def log_wealth(self, limit: float) -> float:
         """Return the natural logarithm of the wealth of the bet that the mean loss is below ``limit``."""
-        return _log_wealth([(value / STEPS, pairs) for value, pairs in self.losses], limit)
+        return _log_wealth(_scaled(self.losses), limit)
 
     def log_wealth_of_answers(self, limit: float) -> float:
         """Return the same for the share of answers that become wrong, where answers are known."""
@@ -183,16 +193,16 @@ class Tally:
     def loss_upper(self, error: float) -> float:
         """Return the highest mean loss that the pairs do not rule out: the mean is below it, except with
         probability ``error``. 1 without pairs."""
-        enough, low, high = math.log(1 / error), 0.0, 1.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.log_wealth(middle) >= enough else (middle, high)
-        return high
+        return _upper(self.losses, error)
+
+    def changed_upper(self, error: float) -> float:
+        """Return the same for the share of changed tokens."""
+        return _upper(self.changes, error)
 
     def pairs_missing(self, limit: float, enough: float) -> int | None:
         """Estimate how many more pairs, similar to these, bring the logarithm of the wealth to ``enough``;
         None if more pairs do not help. Without pairs: as if nothing was lost."""
-        return _pairs_missing([(value / STEPS, pairs) for value, pairs in self.losses], limit, enough)
+        return _pairs_missing(_scaled(self.losses), limit, enough)
 
     def pairs_missing_for_answers(self, limit: float, enough: float) -> int | None:
         """Return the same for the share of answers that become wrong. 0 if no answers are known."""
@@ -207,6 +217,26 @@ EMPTY = Tally()
 def size_of(number: float) -> int:
     """Return the octave of a length or count: 0 for 1, 1 for 2 and 3, 2 for 4 to 7."""
     return int(math.log2(max(1.0, number)))
+
+
+def _round_up(share: float) -> int:
+    return math.ceil(share * STEPS - 1e-9)
+
+
+def _scaled(rows: Sequence[tuple[int, int]]) -> list[tuple[float, int]]:
+    return [(value / STEPS, pairs) for value, pairs in rows]
+
+
+def _mean(rows: Sequence[tuple[int, int]]) -> float:
+    return sum(value * pairs for value, pairs in rows) / STEPS / max(1, sum(pairs for _, pairs in rows))
+
+
+def _upper(rows: Sequence[tuple[int, int]], error: float) -> float:
+    scaled, enough, low, high = _scaled(rows), math.log(1 / error), 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _log_wealth(scaled, middle) >= enough else (middle, high)
+    return high
 
 
 def _add_rows(
@@ -243,22 +273,49 @@ def _pairs_missing(losses: Sequence[tuple[float, int]], limit: float, enough: fl
     return math.ceil(missing / growth) if growth > 0 else None
 
 
-def trip_limit(tally: Tally, loss_max: float) -> float:
-    """Return the limit of a `TripTest` on blends with this evidence: the highest mean loss that the evidence
-    does not rule out, at least `TRIP_LIMIT_MIN` and at most ``loss_max``. So a good level that becomes worse
-    is noticed while it is still within the limit."""
-    return min(loss_max, max(TRIP_LIMIT_MIN, tally.loss_upper(TRIP_LIMIT_ERROR)))
+class Levels(NamedTuple):
+    """The two measures that are watched of a served blend, or their limits."""
+
+    loss: float
+    changed: float
+    """Share of changed tokens. Many small changes hardly add to the loss."""
+
+    @staticmethod
+    def of(deviation: Deviation) -> Levels:
+        return Levels(loss_of(deviation), deviation.changed)
+
+
+def trip_limits(tally: Tally, loss_max: float) -> Levels:
+    """Return the limits of a `TripTest` on blends with this evidence: the highest means that the evidence
+    does not rule out, at least `TRIP_LIMIT_MIN`, and at most ``loss_max`` and `CHANGED_MAX`. So a good level
+    that becomes worse is noticed while it is still within the limit."""
+    return Levels(
+        min(loss_max, max(TRIP_LIMIT_MIN, tally.loss_upper(TRIP_LIMIT_ERROR))),
+        min(CHANGED_MAX, max(TRIP_LIMIT_MIN, tally.changed_upper(TRIP_LIMIT_ERROR))),
+    )
 
 
 @dataclass
 class TripTest:
-    """Bets that the mean loss is above its limit."""
+    """Bets that the mean loss, or the mean share of changed tokens, is above its limit."""
 
-    _wealths: list[float] = field(default_factory=lambda: [0.0] * len(TRIP_BETS))
+    _wealths: dict[tuple[str, float], float] = field(default_factory=dict)
 
-    def observe(self, loss: float, limit: float) -> bool:
-        """Add the loss of one pair and its limit. Return whether the mean is probably above the limit."""
-        for index, bet in enumerate(TRIP_BETS):
-            gain = math.log1p(bet / limit * (loss - limit))
-            self._wealths[index] = max(0.0, self._wealths[index]) + gain
-        return max(self._wealths) >= math.log(len(TRIP_BETS) / FALSE_TRIP)
+    def observe(self, levels: Levels, limits: Levels) -> str | None:
+        """Add one pair and its limits. Return what is probably above its limit, in words; None if nothing."""
+        for name, level, limit in zip(Levels._fields, levels, limits, strict=True):
+            for bet in TRIP_BETS:
+                wealth = max(0.0, self._wealths.get((name, bet), 0.0))
+                wealth += math.log1p(bet / limit * (level - limit))
+                self._wealths[name, bet] = min(wealth, _WEALTH_MAX)
+        mean = sum(map(math.exp, self._wealths.values())) / len(self._wealths)
+        if mean < 1 / FALSE_TRIP:
+            return None
+        name, _ = max(self._wealths, key=self._wealths.__getitem__)
+        return f"{_WATCHED[name]} is above {getattr(limits, name):.3f}"
+
+
+_WATCHED = {
+    "loss": "the mean loss of served blends",
+    "changed": "the share of changed tokens of served blends",
+}

@@ -229,7 +229,7 @@ def _open_progress(state: GateState, cell: Cell, source: str, allowed: Allowance
         pairs_missing=None if standing.next is None else standing.missing,
         cost=cost,
         kl=tally.kl / pairs,
-        changed=tally.changed / pairs,
+        changed=tally.changed,
         loss=tally.loss,
         loss_upper=tally.loss_upper(0.05),
         loss_max=state.quality.loss_max,

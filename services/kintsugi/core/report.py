@@ -30,7 +30,7 @@ import blake3
 
 from kintsugi.core.documents import open_document, seal_document
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
-from kintsugi.core.evidence import EMPTY, Quality, Tally, size_of
+from kintsugi.core.evidence import EMPTY, Levels, Quality, Tally, size_of
 from kintsugi.core.namespaces import base_of
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
@@ -217,6 +217,23 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class ServedBlend:
+    """A blend that was served and compared, for the trip test of its source."""
+
+    __pydantic_config__ = STRICT
+
+    source: str
+    levels: tuple[float, float]
+    """`Levels` of the pair."""
+    limits: tuple[float, float]
+    """Their limits then."""
+
+    @staticmethod
+    def of(source: str, levels: Levels, limits: Levels) -> ServedBlend:
+        return ServedBlend(source, _rounded(levels), _rounded(limits))
+
+
+@dataclass(frozen=True)
 class ReportPart:
     """What one engine contributed."""
 
@@ -231,8 +248,8 @@ class ReportPart:
     entries: tuple[ReportEntry, ...] = ()
     closings: tuple[Closing, ...] = ()
     openings: tuple[Opening, ...] = ()
-    latest: tuple[tuple[str, float, float], ...] = ()
-    """Sources, losses and trip limits of the latest pairs that served blends."""
+    latest: tuple[ServedBlend, ...] = ()
+    """The latest pairs whose blends were served."""
     served: int = 0
     """Number of such pairs so far."""
     folded: tuple[str, ...] = ()
@@ -417,7 +434,9 @@ class Report:
         the cheapest of it. Each namespace contributes at most its share of the wealth."""
         spaces = [source for source in self.sources(cell) if source != FILE]
         slot = min((self._slots[cell, source] for source in spaces), default=1)
-        enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(slot))
+        # Each closing starts the evidence of its namespace anew, and so this test.
+        epoch = sum(self.epoch(source) for source in spaces)
+        enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(slot) * _share_of_epoch(epoch))
         passed: list[Selection] = []
         last = EMPTY
         for selection in self.ladder:
@@ -498,6 +517,10 @@ def source_of(namespace: str) -> str:
     """Return the source of a namespace's evidence: a digest, because reports need no names of tenants. Parts
     of a namespace count as one source, because callers make them at will."""
     return blake3.blake3(b"kintsugi-source\0" + base_of(namespace).encode()).hexdigest()[:16]
+
+
+def _rounded(levels: Levels) -> tuple[float, float]:
+    return round(levels.loss, 6), round(levels.changed, 6)
 
 
 def share_of_slot(slot: int) -> float:

@@ -28,6 +28,7 @@ from kintsugi.core.report import (
     Report,
     ReportEntry,
     ReportPart,
+    ServedBlend,
 )
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -97,9 +98,9 @@ class ReportKeeper:
             self._change(openings=(*self._part.openings, opening)[-ENTRIES_MAX:])
         return opens
 
-    def record_served(self, source: str, loss: float, limit: float) -> None:
-        """Add the loss of a served blend, and its trip limit, for the trip tests of other engines."""
-        latest = (*self._part.latest, (source, round(loss, 6), round(limit, 6)))[-LATEST_MAX:]
+    def record_served(self, served: ServedBlend) -> None:
+        """Add the levels of a served blend, for the trip tests of other engines."""
+        latest = (*self._part.latest, served)[-LATEST_MAX:]
         self._change(latest=latest, served=self._part.served + 1)
 
     def close(self, closing: Closing) -> None:
@@ -113,9 +114,9 @@ class ReportKeeper:
         self.report = self.report.with_part(self._part, self.report.created)
         self._is_changed = True
 
-    def exchange(self) -> list[tuple[str, float, float]]:
-        """Read the parts of others, and publish this writer's. Return source, loss and trip limit of blends
-        that other engines served and compared since the last call.
+    def exchange(self) -> list[ServedBlend]:
+        """Read the parts of others, and publish this writer's. Return the blends that other engines served
+        and compared since the last call.
 
         If the store does not answer, nothing changes, and the next call publishes.
         """
@@ -147,8 +148,8 @@ class ReportKeeper:
         the report at the same time."""
         return bool(self._part.entries or self._part.closings) and self._part not in found.parts
 
-    def _take_new(self) -> list[tuple[str, float, float]]:
-        new: list[tuple[str, float, float]] = []
+    def _take_new(self) -> list[ServedBlend]:
+        new: list[ServedBlend] = []
         for part in self.report.parts:
             count = min(part.served - self._seen.get(part.writer, part.served), len(part.latest))
             if part.writer != self._part.writer and count > 0:

@@ -14,8 +14,9 @@ along the served answer's tokens, up to `POSITIONS_MAX` of them:
   else a small share.
 
 Which requests are measured is decided when they are admitted, by their namespace, the free places and a
-random id, never by their answers. A blend that fails counts as the worst loss. Waiting prompts are held in
-memory alone, at most `PENDING_MAX` of them for `PENDING_S`; only losses are kept (`quality.reports`).
+random id, never by their answers. A prompt that was measured before is not measured again. A blend that fails
+counts as the worst loss. Waiting prompts are held in memory alone, at most `PENDING_MAX` of them for
+`PENDING_S`; only losses are kept (`quality.reports`).
 
 When the trip test detects that served blends are beyond the limit, blending is closed for that namespace, and
 when audits find damaged chunks, for all. Closings are evidence in the same report.
@@ -28,26 +29,29 @@ import logging
 import math
 import random
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import blake3
 
 from kintsugi.core.accounting import ChunkAudit, Outcome
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.evidence import (
+    CHANGED_MAX,
     POSITIONS_MAX,
     Deviation,
+    Levels,
     Quality,
     Tally,
     TripTest,
-    loss_of,
-    trip_limit,
+    trip_limits,
 )
 from kintsugi.core.gate import CLOSED, LEARNING, UNMEASURED, GateState
 from kintsugi.core.plan import Selection, make_trial
-from kintsugi.core.report import Allowance, Cell, Closing, Standing, source_of
-from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.core.report import Allowance, Cell, Closing, ServedBlend, Standing, source_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
 from kintsugi.engine.auditing import StoredCopy
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.fusor.audit import find_damage
@@ -63,6 +67,9 @@ FULL_PREFILLS = frozenset((LEARNING, CLOSED, UNMEASURED, "blending_is_slower", "
 is open."""
 PENDING_MAX = 8
 """Maximum number of answers that wait for their twins."""
+REMEMBERED_MAX = 4096
+"""Maximum number of measured prompts that are remembered by digest: a prompt sent again is no further
+evidence."""
 PENDING_S = 600.0
 """Maximum wait. An answer that waited longer is dropped and counted."""
 OPEN_SHARE = 0.005
@@ -77,6 +84,8 @@ TRIP_PAIRS_MIN = 32
 """Minimum number of a namespace's own pairs whose losses set the limit of its trip test."""
 TRIP_STEP = 8
 """Pairs between two computations of that limit."""
+WATCHED_MAX = 1024
+"""Maximum number of namespaces whose trip tests are kept, the latest."""
 AUDITS_WINDOW = 300
 """Number of the latest audits in which damaged chunks are counted: five hours at one a minute."""
 DAMAGED_MIN = 2
@@ -107,7 +116,7 @@ class Twins(Protocol):
 
     async def delete(self, space: ChunkSpace, key: ChunkKey) -> None: ...
 
-    async def exchange(self, keeper: ReportKeeper) -> list[tuple[str, float, float]]: ...
+    async def exchange(self, keeper: ReportKeeper) -> list[ServedBlend]: ...
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,14 @@ class _Pending:
     @property
     def is_blend(self) -> bool:
         return not self.reason
+
+
+@dataclass
+class _Watched:
+    """The trip test of one namespace, and its limits."""
+
+    test: TripTest = field(default_factory=TripTest)
+    limits: dict[tuple[Cell, Selection], Levels] = field(default_factory=dict)
 
 
 @dataclass
@@ -202,9 +219,11 @@ class Stream:
         self._clock = clock
         self._sampler = FairSampler(OPEN_SHARE, per_minute=OPEN_PER_MINUTE, now=clock)
         self._pending: deque[_Pending] = deque()
-        self._trips: dict[tuple[str, int], TripTest] = {}
-        """By source and number of closings: evidence from before a closing trips nothing after it."""
-        self._limits: dict[tuple[Cell, str, Selection, int], float] = {}
+        self._measured: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of the measured prompts, the latest last."""
+        self._watched: OrderedDict[tuple[str, int], _Watched] = OrderedDict()
+        """By source and number of closings, the latest last: evidence from before a closing trips nothing
+        after it."""
         self._audits: deque[tuple[ChunkKey, str] | None] = deque(maxlen=AUDITS_WINDOW)
         # Seeded, so that equal runs audit the same chunks.
         self._picks = random.Random(0)
@@ -255,10 +274,22 @@ class Stream:
         label = str(accounting.get("reason") or "").partition(":")[0]
         if not (is_blend or label in FULL_PREFILLS) or prompt.top_logprobs < TOP_LOGPROBS:
             return False
-        if not generation.token_ids or len(self._pending) >= PENDING_MAX:
+        if not generation.token_ids or len(self._pending) >= PENDING_MAX or self._is_repeated(prompt):
             return False
         self._pending.append(_Pending(prompt, generation, "" if is_blend else label, self._clock()))
         return True
+
+    def _is_repeated(self, prompt: Prompt) -> bool:
+        """Remember the prompt. Return whether it was measured before: equal prompts are not independent."""
+        assert prompt.params is not None
+        name = prompt.params.namespace.encode() + b"\0"
+        digest = blake3.blake3(name + token_bytes(prompt.token_ids)).digest()
+        is_repeated = digest in self._measured
+        self._measured[digest] = None
+        self._measured.move_to_end(digest)
+        if len(self._measured) > REMEMBERED_MAX:
+            self._measured.popitem(last=False)
+        return is_repeated
 
     async def run_one(self) -> None:
         """Run the twins of the answer that waits longest, if one still waits."""
@@ -299,10 +330,10 @@ class Stream:
 
     async def _exchange(self) -> None:
         closed: set[str] = set()
-        for source, loss, limit in await self._twins.exchange(self._keeper):
+        for served in await self._twins.exchange(self._keeper):
             # After a closing, the others are from before it.
-            if source not in closed and self._watch(source, loss, limit):
-                closed.add(source)
+            if served.source not in closed and self._watch(served):
+                closed.add(served.source)
 
     async def _try(
         self,
@@ -357,35 +388,44 @@ class Stream:
         is_changed = False
         if served is not None:
             is_changed = self._keeper.record(cell, source, served, _tally(deviation, accounting))
-        limit = self._trip_limit(state, cell, source)
-        self._keeper.record_served(source, loss_of(deviation), limit)
-        is_changed |= self._watch(source, loss_of(deviation), limit)
+        watched = ServedBlend.of(source, Levels.of(deviation), self._trip_limits(state, cell, source))
+        self._keeper.record_served(watched)
+        is_changed |= self._watch(watched)
         is_changed |= await self._audit(pending.prompt, state)
         for selection in choose_trials(state, cell, source, 2):
             is_changed |= bool(await self._try(pending, full.top_logprobs, selection, cell, source))
         return is_changed
 
-    def _trip_limit(self, state: GateState, cell: Cell, source: str) -> float:
-        """Return the lowest trip limit since the last closing. Only a namespace's own evidence lowers it."""
+    def _trip_limits(self, state: GateState, cell: Cell, source: str) -> Levels:
+        """Return the lowest trip limits since the last closing. Only a namespace's own evidence lowers
+        them."""
         report, allowed = state.report, state.allowance(cell, source)
-        limit = state.quality.loss_max
+        limits = Levels(state.quality.loss_max, CHANGED_MAX)
         if report is None or allowed is None:
-            return limit
-        key = cell, source, allowed.cheapest, report.epoch(source)
+            return limits
+        lowest = self._watched_of(source).limits
         own = report.tally(cell, source, allowed.cheapest)
         if own.pairs >= TRIP_PAIRS_MIN and own.pairs % TRIP_STEP == 0:
-            limit = trip_limit(own, limit)
-        self._limits[key] = min(limit, self._limits.get(key, limit))
-        return self._limits[key]
+            limits = trip_limits(own, limits.loss)
+        key = cell, allowed.cheapest
+        lowest[key] = Levels(*map(min, limits, lowest.get(key, limits)))
+        return lowest[key]
 
-    def _watch(self, source: str, loss: float, limit: float) -> bool:
-        """Add the loss of a served blend to its namespace's trip test. Return whether it closed blending."""
+    def _watched_of(self, source: str) -> _Watched:
         key = source, self._keeper.report.epoch(source)
-        if not self._trips.setdefault(key, TripTest()).observe(loss, limit):
+        found = self._watched.setdefault(key, _Watched())
+        self._watched.move_to_end(key)
+        if len(self._watched) > WATCHED_MAX:
+            self._watched.popitem(last=False)
+        return found
+
+    def _watch(self, served: ServedBlend) -> bool:
+        """Add a served blend to the trip test of its namespace. Return whether that closed blending."""
+        test = self._watched_of(served.source).test
+        found = test.observe(Levels(*served.levels), Levels(*served.limits))
+        if found is None:
             return False
-        del self._trips[key]
-        reason = f"the mean loss of served blends is above {limit:.3f}"
-        self._close(Closing(reason, self._keeper.now, source))
+        self._close(Closing(found, self._keeper.now, served.source))
         return True
 
     def _close(self, closing: Closing) -> None:

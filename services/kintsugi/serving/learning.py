@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from kintsugi.core.deploy import ModelSpec
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.gate import GateProgress, summarize
-from kintsugi.core.report import Binding
+from kintsugi.core.report import Binding, ServedBlend
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine
 from kintsugi.engine.auditing import StoredCopy, find_stored_copies
@@ -105,7 +105,7 @@ class _EngineTwins:
         except KintsugiError as error:
             log.warning("damaged chunk %s may still be stored: %s", key, error)
 
-    async def exchange(self, keeper: ReportKeeper) -> list[tuple[str, float, float]]:
+    async def exchange(self, keeper: ReportKeeper) -> list[ServedBlend]:
         found = await asyncio.to_thread(keeper.exchange)
         await asyncio.to_thread(self._engine.gate.refresh)
         return found

@@ -11,21 +11,24 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.evidence import (
+    CHANGED_MAX,
     EMPTY,
     KL_CAP,
     STEPS,
     TRIP_LIMIT_MIN,
     Deviation,
+    Levels,
     Quality,
     Tally,
     TripTest,
     loss_of,
     size_of,
-    trip_limit,
+    trip_limits,
 )
 from tests.fakes.reports import tally_of
 
 LIMIT = Quality.BALANCED.loss_max
+LIMITS = Levels(LIMIT, LIMIT)
 ERROR = 0.05
 ENOUGH = math.log(1 / ERROR)
 
@@ -81,6 +84,7 @@ def test_a_deviation_is_the_mean_over_its_positions() -> None:
         lambda: Deviation(0.0, 0.0, 0),
         lambda: Tally(losses=((STEPS + 1, 1),)),
         lambda: Tally(losses=((0, 0),)),
+        lambda: Tally(changes=((STEPS + 1, 1),)),
         lambda: Tally(answers=((2, 1),)),
         lambda: Tally(sizes=((-1, 1),)),
         lambda: Tally(cost=math.nan),
@@ -96,7 +100,9 @@ def test_one_pair_is_a_tally() -> None:
     tally = Tally.of(Deviation(KL_CAP / 3, 0.1), 0.4, [100, 200, 300], wrong=1)
     assert tally.losses == ((43, 1),), "rounded up: 42.7 of 128"
     assert (tally.pairs, tally.loss, tally.failed) == (1, 43 / STEPS, 0)
-    assert (tally.cost, tally.kl, tally.changed) == (0.4, KL_CAP / 3, 0.1)
+    assert (tally.cost, tally.kl) == (0.4, KL_CAP / 3)
+    assert tally.changes == ((13, 1),), "rounded up: 12.8 of 128"
+    assert tally.changed == 13 / STEPS
     assert (tally.answers, tally.sizes, tally.chunks) == (((1, 1),), ((7, 1),), ((1, 1),))
     assert Tally.of(Deviation(0.0, 1.0), 1.0, [1]).failed == 1
     assert EMPTY.pairs == EMPTY.loss == EMPTY.failed == 0
@@ -122,13 +128,14 @@ def test_tallies_are_added_in_any_order_and_grouping() -> None:
     shuffled = pairs[:]
     some.shuffle(shuffled)
     halves = sum(shuffled[:77], EMPTY) + sum(shuffled[77:], EMPTY)
-    assert (halves.losses, halves.answers, halves.sizes, halves.chunks) == (
+    assert (halves.losses, halves.changes, halves.answers, halves.sizes, halves.chunks) == (
         whole.losses,
+        whole.changes,
         whole.answers,
         whole.sizes,
         whole.chunks,
     )
-    assert (halves.cost, halves.kl, halves.changed) == pytest.approx((whole.cost, whole.kl, whole.changed))
+    assert (halves.cost, halves.kl) == pytest.approx((whole.cost, whole.kl))
     for limit in (0.05, 0.125, 0.5):
         assert halves.log_wealth(limit) == pytest.approx(whole.log_wealth(limit))
     assert EMPTY + whole == whole
@@ -216,20 +223,32 @@ def test_strict_is_a_third_of_balanced() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_at_half_of_the_limit_trip_nothing(draw: Draw, seed: int) -> None:
     some, test = random.Random(seed), TripTest()
-    assert not any(test.observe(draw(some), LIMIT) for _ in range(20_000))
+    assert not any(test.observe(Levels(draw(some), draw(some)), LIMITS) for _ in range(20_000))
 
 
 @pytest.mark.parametrize("clean", [0, 5000])
 @pytest.mark.parametrize("seed", range(20))
 def test_three_times_the_limit_trips_soon_however_good_earlier_answers_were(seed: int, clean: int) -> None:
     some, test = random.Random(seed), TripTest()
-    assert not any(test.observe(0.0, LIMIT) for _ in range(clean))
-    assert any(test.observe(float(some.random() < 3 * LIMIT), LIMIT) for _ in range(200))
+    assert not any(test.observe(Levels(0.0, 0.0), LIMITS) for _ in range(clean))
+    found = [test.observe(Levels(float(some.random() < 3 * LIMIT), 0.0), LIMITS) for _ in range(200)]
+    assert "the mean loss of served blends is above 0.125" in found
 
 
-def test_the_trip_limit_follows_the_evidence_within_its_bounds() -> None:
-    assert trip_limit(EMPTY, LIMIT) == LIMIT
-    assert trip_limit(tally_of(10_000), LIMIT) == TRIP_LIMIT_MIN
-    assert trip_limit(tally_of(100, LIMIT), LIMIT) == LIMIT
-    some = trip_limit(tally_of(400, 0.03125), LIMIT)
-    assert 0.03125 < some < trip_limit(tally_of(100, 0.03125), LIMIT) < LIMIT
+@pytest.mark.parametrize("seed", range(20))
+def test_many_small_changes_that_hardly_add_to_the_loss_trip_too(seed: int) -> None:
+    some, test, limits = random.Random(seed), TripTest(), Levels(LIMIT, 0.03)
+    levels = [Levels(LIMIT / 4, some.choice((0.0, 0.0, 0.25))) for _ in range(200)]
+    assert "the share of changed tokens of served blends is above 0.030" in [
+        test.observe(one, limits) for one in levels
+    ]
+
+
+def test_the_trip_limits_follow_the_evidence_within_their_bounds() -> None:
+    assert trip_limits(EMPTY, LIMIT) == (LIMIT, CHANGED_MAX)
+    assert trip_limits(tally_of(10_000), LIMIT) == (TRIP_LIMIT_MIN, TRIP_LIMIT_MIN)
+    assert trip_limits(tally_of(100, LIMIT), LIMIT).loss == LIMIT
+    some = trip_limits(tally_of(400, 0.03125), LIMIT)
+    assert 0.03125 < some.loss < trip_limits(tally_of(100, 0.03125), LIMIT).loss < LIMIT
+    changed = sum([Tally.of(Deviation(0.0, 0.0625), 1.0, [1])] * 200, EMPTY)
+    assert 0.0625 < trip_limits(changed, LIMIT).changed < 0.125

@@ -172,7 +172,7 @@ def test_progress_of_what_is_open_is_given_in_numbers() -> None:
     found = summarize(state_of(dataclasses.replace(report, parts=(part,))))
     assert (found.state, found.pairs, found.since) == ("open", ENOUGH_PAIRS, "2026-01-03")
     assert (found.cost, found.loss, found.loss_max) == (0.5, 0.0, 0.125)
-    assert (found.kl, found.changed) == (pytest.approx(0.001), pytest.approx(0.01))
+    assert (found.kl, found.changed) == (pytest.approx(0.001), 1 / 128)
     assert found.loss_upper is not None
     assert 0 < found.loss_upper < 0.125
     assert found.detail == (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
-from kintsugi.core.evidence import Quality
+from kintsugi.core.evidence import Levels, Quality
 from kintsugi.core.report import (
     FILE,
     LADDER,
@@ -18,6 +18,7 @@ from kintsugi.core.report import (
     Cell,
     Closing,
     Report,
+    ServedBlend,
     source_of,
 )
 from kintsugi.quality import reports
@@ -39,6 +40,9 @@ from tests.fakes.reports import (
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 OTHER = source_of("other")
+FIRST = ServedBlend(SOURCE, (0.5, 0.1), (0.125, 0.05))
+SECOND = ServedBlend(SOURCE, (0.25, 0.0), (0.125, 0.05))
+OF_OTHER = ServedBlend.of(OTHER, Levels(1 / 3, 0.0), Levels(0.02, 0.02))
 CLOSING = Closing("wrong answers", AT, SOURCE)
 
 
@@ -224,16 +228,16 @@ def test_two_writers_that_took_one_slot_keep_different_ones(make: Make, store: R
 
 def test_losses_of_served_blends_reach_the_other_engines_once(make: Make) -> None:
     one, other = make(), make()
-    one.record_served(SOURCE, 0.5, 0.125)
+    one.record_served(FIRST)
     one.exchange()
     assert other.exchange() == [], "what was served before it started"
-    one.record_served(SOURCE, 0.25, 0.125)
-    one.record_served(OTHER, 1 / 3, 0.02)
+    one.record_served(SECOND)
+    one.record_served(OF_OTHER)
     assert one.exchange() == []
-    assert other.exchange() == [(SOURCE, 0.25, 0.125), (OTHER, 0.333333, 0.02)]
+    assert other.exchange() == [SECOND, OF_OTHER]
     assert other.exchange() == []
     for _ in range(LATEST_MAX + 9):
-        one.record_served(SOURCE, 1.0, 0.125)
+        one.record_served(FIRST)
     one.exchange()
     assert len(other.exchange()) == LATEST_MAX
 

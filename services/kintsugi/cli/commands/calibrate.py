@@ -146,7 +146,7 @@ def _rows(report: Report, found: CalibratedCell) -> list[dict[str, Any]]:
                 "loss": round(tally.loss, 4),
                 "loss_upper": round(tally.loss_upper(ERROR_SHOWN), 4),
                 "kl": round(tally.kl / tally.pairs, 5),
-                "changed": round(tally.changed / tally.pairs, 4),
+                "changed": round(tally.changed, 4),
                 "answers_lost": round(wrong / answers, 4) if answers else None,
             }
         )

@@ -13,11 +13,12 @@ from kintsugi.core.errors import Unavailable
 from kintsugi.core.evidence import POSITIONS_MAX, Quality, Tally
 from kintsugi.core.gate import LEARNING, UNMEASURED, GateState
 from kintsugi.core.plan import Selection, selection_of
-from kintsugi.core.report import LADDER, Cell, Closing, Report, source_of
+from kintsugi.core.report import LADDER, Cell, Closing, Report, ServedBlend, source_of
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.auditing import StoredCopy
 from kintsugi.engine.local import Generation, Prompt
+from kintsugi.quality import stream
 from kintsugi.quality.metrics import TOP_LOGPROBS
 from kintsugi.quality.reports import ReportKeeper
 from kintsugi.quality.stream import (
@@ -79,7 +80,7 @@ class FakeTwins:
         self.error = 0.0
         self.deleted: list[ChunkKey] = []
         self.exchanged = 0
-        self.of_others: list[tuple[str, float, float]] = []
+        self.of_others: list[ServedBlend] = []
 
     async def answer_in_full(self, prompt: Prompt) -> Generation:
         self.calls.append(("full", prompt))
@@ -110,7 +111,7 @@ class FakeTwins:
     async def delete(self, space: ChunkSpace, key: ChunkKey) -> None:
         self.deleted.append(key)
 
-    async def exchange(self, keeper: ReportKeeper) -> list[tuple[str, float, float]]:
+    async def exchange(self, keeper: ReportKeeper) -> list[ServedBlend]:
         self.exchanged += 1
         found, self.of_others = self.of_others, []
         keeper.exchange()
@@ -144,6 +145,11 @@ class Life:
     def serve(self, accounting: dict[str, object], prompt: Prompt = PROMPT, **more: int) -> bool:
         """Answer a request with this accounting; return whether it waits for its twins."""
         self._requests += 1
+        # No prompt is sent twice, unless a test does.
+        prompt = dataclasses.replace(prompt, token_ids=[*prompt.token_ids[:-1], self._requests])
+        return self.send(accounting, prompt, **more)
+
+    def send(self, accounting: dict[str, object], prompt: Prompt, **more: int) -> bool:
         marked = self.stream.prepare_prompt(f"request {self._requests}", prompt)
         return self.stream.take(marked, answer(accounting, **more))
 
@@ -255,6 +261,15 @@ def test_full_prefills_are_measured_where_a_blend_was_not_allowed(
     accounting: dict[str, object], is_measured: bool
 ) -> None:
     assert Life().serve(accounting) is is_measured
+
+
+def test_a_prompt_that_is_sent_again_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "REMEMBERED_MAX", 2)
+    life = Life()
+    other = dataclasses.replace(PROMPT, params=dataclasses.replace(PARAMS, namespace="other"))
+    assert [life.send(DECLINED, one) for one in (PROMPT, PROMPT, other)] == [True, False, True]
+    assert life.serve(DECLINED)
+    assert life.send(DECLINED, PROMPT), "forgotten"
 
 
 def test_a_namespace_may_be_left_out() -> None:
@@ -486,7 +501,7 @@ def test_blends_that_become_wrong_trip_their_namespace_alone() -> None:
 
 def test_losses_that_other_engines_measured_trip_too() -> None:
     life = Life(open_report())
-    life.twins.of_others = [(SOURCE, 1.0, 0.125)] * 30
+    life.twins.of_others = [ServedBlend(SOURCE, (1.0, 1.0), (0.125, 0.25))] * 30
     life.serve(blended())
     life.run()
     assert [one.source for one in life.report.closings] == [SOURCE]
@@ -494,7 +509,7 @@ def test_losses_that_other_engines_measured_trip_too() -> None:
 
 def test_a_closing_by_another_engine_restarts_the_trip_test() -> None:
     life = Life(open_report())
-    life.twins.of_others = [(SOURCE, 1.0, 0.125)] * 4
+    life.twins.of_others = [ServedBlend(SOURCE, (1.0, 1.0), (0.125, 0.25))] * 4
     life.serve(blended())
     life.run()
     assert life.report.closings == ()
@@ -508,7 +523,7 @@ def test_a_closing_by_another_engine_restarts_the_trip_test() -> None:
     )
     life.keeper.report = closed
     life.now_s = 60.0
-    life.twins.of_others = [(SOURCE, 1.0, 0.125)] * 4
+    life.twins.of_others = [ServedBlend(SOURCE, (1.0, 1.0), (0.125, 0.25))] * 4
     life.serve(blended())
     life.run()
     assert life.report.closings == (ELSEWHERE,)
