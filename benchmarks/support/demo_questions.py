@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from kintsugi.cli.commands.demo import BLEND, MAX_TOKENS, NAMESPACE, REFERENCE_DTYPE, demo_texts
+from kintsugi.cli.commands.demo import BLEND, MAX_TOKENS, NAMESPACE, demo_texts
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import UNTESTED, Asked, Session, open_session
 from kintsugi.core.plan import Selection, make_trial
@@ -79,9 +79,7 @@ def main() -> None:
     longest = Asked(demo_texts(), max((question.question for question in questions), key=len))
     room = MAX_TOKENS + LONGEST_QUESTION_TOKENS
     with (
-        open_session(
-            screen, REFERENCE.name, longest, NAMESPACE, room, UNTESTED, dtype=REFERENCE_DTYPE
-        ) as session,
+        open_session(screen, REFERENCE.name, longest, NAMESPACE, room, UNTESTED) as session,
         screen.step("Asking"),
     ):
         said = dict(zip(asked, ask(session, asked, arguments.alone), strict=True))

@@ -12,6 +12,7 @@ import typer
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.evidence import Quality
 from kintsugi.core.prompt import FormName
+from kintsugi.models.bundled import BUNDLED_NAME
 from kintsugi.models.context import NONE
 from kintsugi.models.reference import REFERENCE
 
@@ -136,7 +137,7 @@ class ServeTask:
         str | None,
         typer.Option(
             help=f"Checkpoint folder, {REFERENCE.name}, or a name that vLLM resolves. "
-            "Default: the bundled model."
+            f"Default: {REFERENCE.name} if it can be fetched, else {BUNDLED_NAME}, a tiny model."
         ),
     ] = None
     config: Annotated[Path | None, typer.Option(help="YAML configuration; see docs/howto/serve.md.")] = None

@@ -100,13 +100,11 @@ def open_session(
     max_tokens: int,
     extra_config: Mapping[str, object],
     context: str = NONE,
-    dtype: str = "auto",
 ) -> Iterator[Session]:
     """Tokenise the prompt, start a shard and an engine, and store the chunks. Closes both at the end.
 
     ``model``: a checkpoint folder, the reference model's name, or a name that vLLM resolves.
-    ``extra_config``: of the connector. ``context``: as for `tokenize_context`. ``dtype``: vLLM's data type of
-    weights and KV.
+    ``extra_config``: of the connector. ``context``: as for `tokenize_context`.
     """
     prepare_model(screen, model)
     with screen.step("Reading the tokenizer"):
@@ -136,7 +134,6 @@ def open_session(
                     **extra_config,
                 },
                 max_model_len=min(max(length, saved), positions_max),
-                dtype=dtype,
             )
         with engine:
             with screen.step(f"Storing {format_count(len(prompt.chunks), 'chunk')}"):

@@ -86,7 +86,8 @@ class ModelSpec(Settings):
     """The model that is served."""
 
     path: str = setting(minLength=1)
-    """Folder of the checkpoint, a hub name, `org/model`, or the reference model's, `smollm2-135m`."""
+    """Folder of the checkpoint, a hub name, `org/model`, the reference model's, `smollm2-135m`, or `bundled`:
+    the tiny model that ships with Kintsugi."""
     name: str = ""
     """Name that clients use; empty: the last part of the path."""
     system_prompt: str | None = None

@@ -581,7 +581,7 @@ def arguments_for(spec: AsyncSpec) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
-    arguments = base_arguments(spec.connector) | {
+    arguments = base_arguments(spec.model, spec.connector) | {
         "model": spec.model,
         "served_model_name": spec.name,
         "scheduling_policy": "priority",

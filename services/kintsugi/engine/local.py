@@ -40,7 +40,7 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.engine.versions import WORKING
 from kintsugi.engine.worker.hooks import ENGINE_HOOKS, FORCING_HOOKS, HOOKS, LOCAL_HOOKS, check_vllm
-from kintsugi.models.reference import resolve_model
+from kintsugi.models.reference import default_dtype, resolve_model
 from kintsugi.store.protocol.save_times import SaveTimes
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class LocalEngine:
             check_vllm(HOOKS)
         from vllm import LLM
 
-        arguments = base_arguments(extra_config) | {"use_tqdm_on_load": False, **vllm_args}
+        arguments = base_arguments(model, extra_config) | {"use_tqdm_on_load": False, **vllm_args}
         with vllm_start_errors(model):
             return LocalEngine(LLM(model=resolve_model(model), **arguments))
 
@@ -410,12 +410,12 @@ def tokens_prompt(prompt: Prompt) -> TokensPrompt:
     return tokens
 
 
-def base_arguments(extra_config: Mapping[str, object] | None) -> dict[str, Any]:
-    """Return vLLM's arguments for every engine: eager execution, on a CPU `KV_CACHE_BYTES` of KV cache, and
-    the connector with this configuration; None: no connector."""
+def base_arguments(model: str | Path, extra_config: Mapping[str, object] | None) -> dict[str, Any]:
+    """Return vLLM's arguments for every engine: eager execution, the model's `default_dtype`, on a CPU
+    `KV_CACHE_BYTES` of KV cache, and the connector with this configuration; None: no connector."""
     from vllm.platforms import current_platform
 
-    arguments: dict[str, Any] = {"enforce_eager": True}
+    arguments: dict[str, Any] = {"enforce_eager": True, "dtype": default_dtype(model)}
     if current_platform.is_cpu():
         arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
     if extra_config is not None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from kintsugi.core.errors import Unavailable
 
-BUNDLED_NAME = "kintsugi-testbed"
+BUNDLED_NAME = "bundled"
+"""The name that users write instead of a checkpoint folder, and that clients use."""
 
 
 def packaged_files() -> Path:

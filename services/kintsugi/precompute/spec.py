@@ -15,7 +15,7 @@ from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.models.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint, read_config
 from kintsugi.models.hub import is_hub_name
 from kintsugi.models.prompt_form import load_form
-from kintsugi.models.reference import find_packaged
+from kintsugi.models.reference import default_dtype, find_packaged, is_bundled
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.sources.files import Format
 from kintsugi.precompute.sources.readers import Columns
@@ -114,7 +114,8 @@ class JobSpec:
         """The model, as processes in another working folder or on another machine can find it: an absolute
         path, or a name that the machine downloads."""
         folder = Path(self.model)
-        is_name = find_packaged(folder) is not None or (not folder.is_dir() and is_hub_name(folder))
+        is_name = find_packaged(folder) is not None or is_bundled(folder)
+        is_name = is_name or (not folder.is_dir() and is_hub_name(folder))
         return self.model if is_name else str(folder.resolve())
 
 
@@ -138,7 +139,7 @@ class ModelFacts:
         """
         folder = checkpoint_folder(spec.model, spec.engine.get("revision"))
         config = read_config(folder)
-        dtype = engine_dtype(config, str(spec.engine.get("dtype", "auto")))
+        dtype = engine_dtype(config, str(spec.engine.get("dtype", default_dtype(spec.model))))
         layout = model_size(config, dtype).layout
         text = text_config(config)
         quantization = (config.get("quantization_config") or {}).get("quant_method")

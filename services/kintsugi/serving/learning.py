@@ -29,6 +29,7 @@ from kintsugi.engine.asynchronous import AsyncEngine
 from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.gateway.fill import FILL_PRIORITY
+from kintsugi.models.reference import resolve_model
 from kintsugi.quality import reports
 from kintsugi.quality.reports import ReportKeeper
 from kintsugi.quality.stream import Stream, StreamCounts
@@ -212,7 +213,7 @@ def publish_shipped(model: ModelSpec, store_url: str, binding: Binding, patience
     report was published. Raises `Corrupted` and `VersionMismatch` for an invalid report, and the store's
     errors.
     """
-    file = Path(model.path) / REPORT_FILE
+    file = Path(resolve_model(model.path)) / REPORT_FILE
     if not file.is_file():
         return False
     report = reports.read(file)

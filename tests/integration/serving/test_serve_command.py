@@ -122,7 +122,7 @@ def test_the_bundled_model_is_served_by_its_report_and_stops_cleanly(tmp_path: P
     config.write_text(
         json.dumps(
             {
-                "model": {"path": str(bundled_checkpoint()), "name": BUNDLED_NAME},
+                "model": {"path": BUNDLED_NAME},
                 "engines": {"expert": expert},
             }
         )
@@ -171,7 +171,7 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
         finished = subprocess.run(
             [
                 *(sys.executable, "-c", "from kintsugi.cli.console_script import main; main()"),
-                *("serve", "--json", "--http-port", str(port), "--grpc-port", "0"),
+                *("serve", "--json", "--model", BUNDLED_NAME, "--http-port", str(port), "--grpc-port", "0"),
             ],
             capture_output=True,
             text=True,

@@ -70,7 +70,6 @@ class FakeEngine:
         self.declined_because = declined_because
         self.prompts: list[Prompt] = []
         self.resets = 0
-        self.dtype = ""
         """What it was started with last."""
 
     def __enter__(self) -> FakeEngine:

@@ -48,10 +48,8 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Mapp
         length: int,
         extra_config: Mapping[str, object],
         context: str = "none",
-        dtype: str = "auto",
     ) -> Iterator[Session]:
         configs.append(extra_config)
-        engine.dtype = dtype
         form = PromptForm.of(FakeTokenizer(), asked.form)
         prompt = build_prompt(form, asked)
         reason = session._store_chunks(engine, prompt, namespace)  # type: ignore[arg-type]

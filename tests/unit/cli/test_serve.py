@@ -40,15 +40,16 @@ from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.gate import GateProgress
 from kintsugi.core.namespaces import NamespacePrivacy, PrivacyExpert
 from kintsugi.gateway.access import add_grant, new_token
-from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
+from kintsugi.models.bundled import BUNDLED_NAME
+from kintsugi.models.reference import REFERENCE
 from kintsugi.serving import deployment as service_module
 from kintsugi.serving.deployment import DeploymentProgress, Service
 from kintsugi.store.protocol.access import Caller, TokenFile, Verb
 
 
-def test_without_anything_the_bundled_model_is_served() -> None:
+def test_without_anything_the_reference_model_is_served_on_this_machine() -> None:
     spec = build_service_spec(ServeTask())
-    assert spec.model == ModelSpec(str(bundled_checkpoint()), BUNDLED_NAME)
+    assert spec.model == ModelSpec(REFERENCE.name)
     assert spec.gateway.host == spec.store.expert.host == "127.0.0.1"
 
 
@@ -255,7 +256,7 @@ def test_a_ray_that_does_not_start_in_time_is_one_line(
         raise error("The current node timed out during startup.")
 
     monkeypatch.setattr(service_module, "start_local_ray", start)
-    done = CliRunner().invoke(app, ["serve", "--grpc-port", "0", "--http-port", "0"])
+    done = CliRunner().invoke(app, ["serve", "--model", BUNDLED_NAME, "--grpc-port", "0", "--http-port", "0"])
     assert done.exit_code == ExitCode.UNAVAILABLE
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("kintsugi: "))
     assert f"Ray does not start ({error.__name__}: The current node timed out during startup.)" in line
@@ -284,7 +285,7 @@ def test_what_ended_a_service_is_said_though_its_end_fails_too(monkeypatch: pyte
     monkeypatch.setattr(command, "Service", LateService)
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.shutdown", lambda: ended.append(True))
-    done = CliRunner().invoke(app, ["serve", "--grpc-port", "0", "--http-port", "0"])
+    done = CliRunner().invoke(app, ["serve", "--model", BUNDLED_NAME, "--grpc-port", "0", "--http-port", "0"])
     assert done.exit_code == ExitCode.UNAVAILABLE
     assert "kintsugi: Ray does not reach the gateway" in done.stderr
     assert ended == [True]

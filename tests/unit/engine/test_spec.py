@@ -10,8 +10,8 @@ import pytest
 from kintsugi.core.deploy import EngineExpert, EngineSpec, ModelExpert, ModelSpec
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.evidence import Quality
-from kintsugi.engine.asynchronous import AsyncSpec
-from kintsugi.models.bundled import bundled_checkpoint
+from kintsugi.engine.asynchronous import AsyncSpec, arguments_for
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.reference import REFERENCE
 
@@ -32,6 +32,15 @@ def test_the_reference_model_keeps_its_name_and_loads_from_the_cache(
     REFERENCE.folder.mkdir(parents=True)
     spec = AsyncSpec.of(ModelSpec(REFERENCE.name), EngineSpec(), STORE)
     assert (spec.model, spec.name) == (str(REFERENCE.folder), REFERENCE.name)
+    assert arguments_for(spec)["dtype"] == "float32", "in bfloat16 answers differ from CPU to CPU"
+    engines = EngineSpec(vllm={"dtype": "bfloat16"})
+    assert arguments_for(AsyncSpec.of(ModelSpec(REFERENCE.name), engines, STORE))["dtype"] == "bfloat16"
+
+
+def test_the_bundled_model_is_served_by_its_name() -> None:
+    spec = AsyncSpec.of(ModelSpec(BUNDLED_NAME), EngineSpec(), STORE)
+    assert (spec.model, spec.name) == (str(bundled_checkpoint()), BUNDLED_NAME)
+    assert arguments_for(spec)["dtype"] == "auto"
 
 
 def test_what_is_configured_reaches_vllm_and_the_connector() -> None:

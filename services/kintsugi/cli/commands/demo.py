@@ -46,10 +46,6 @@ REPEAT = 3
 BLEND = KintsugiParams(NAMESPACE, ratio=0.12, selector=SelectorName.QUERY)
 """The demo's blend, on every model."""
 
-REFERENCE_DTYPE = "float32"
-"""Data type of the reference model in the demo. In bfloat16 its answers depend on the CPU: CPUs that multiply
-in bfloat16 round where others do not."""
-
 NO_REPORT_NOTE = (
     "The demo tests nothing before it blends. A service does: it blends only what it has measured to lose "
     "little, on the prompts that it serves."
@@ -66,8 +62,6 @@ class Show:
     question: DemoQuestion
     tally: RightAnswers | None
     """How often the model answered the demo's questions correctly; None if unknown."""
-    dtype: str
-    """vLLM's data type of weights and KV."""
 
     @staticmethod
     def of(model: str) -> Show:
@@ -75,8 +69,8 @@ class Show:
         questions = read_demo_questions()
         shown = choose_shown(questions)
         if model != REFERENCE.name:
-            return Show(model, shown, None, "auto")
-        return Show(model, shown, RightAnswers.of(questions), REFERENCE_DTYPE)
+            return Show(model, shown, None)
+        return Show(model, shown, RightAnswers.of(questions))
 
     @property
     def chosen(self) -> str:
@@ -98,7 +92,7 @@ def run(screen: Screen, model: str, open_console: bool) -> None:
     """Run the demo. Raises `NotBlendable` if the blend fell back to full prefill."""
     show = Show.of(model)
     asked = Asked(demo_texts(), show.question.question)
-    with open_session(screen, model, asked, NAMESPACE, MAX_TOKENS, UNTESTED, dtype=show.dtype) as session:
+    with open_session(screen, model, asked, NAMESPACE, MAX_TOKENS, UNTESTED) as session:
         _require_blend(session.not_saved_because)
         with screen.step("Answering four ways") as say:
             measurements = compare(session.engine, session.prompt, BLEND, MAX_TOKENS, REPEAT, say)
@@ -109,16 +103,16 @@ def run(screen: Screen, model: str, open_console: bool) -> None:
     if open_console:
         from kintsugi.cli.commands.serve import serve
 
-        serve(screen, console_service_spec(model, show.dtype), open_in_browser)
+        serve(screen, console_service_spec(model), open_in_browser)
 
 
-def console_service_spec(model: str, dtype: str) -> ServiceSpec:
+def console_service_spec(model: str) -> ServiceSpec:
     """Return a service on this machine that blends as the demo does, even where a full prefill is faster."""
     gateway = GatewaySpec(grpc_port=0)
     expert = EngineExpert(loading_controller=False, selector=BLEND.selector, ratio=BLEND.ratio)
     return ServiceSpec(
         ModelSpec(model, display_name(model)),
-        engines=EngineSpec(quality="off", vllm={"dtype": dtype}, expert=expert),
+        engines=EngineSpec(quality="off", expert=expert),
         gateway=replace(gateway, http_port=free_port(gateway.host, gateway.http_port, CONSOLE_PORTS)),
     )
 
@@ -147,7 +141,6 @@ def demo_document(show: Show, session: Session, measurements: Sequence[Measureme
     full_ttft_s, prompt = measurements[0].ttft_s, session.prompt
     return {
         "model": display_name(show.model),
-        "dtype": show.dtype,
         "calibrated": False,
         "question": show.question.question,
         "form": session.form.name.value,

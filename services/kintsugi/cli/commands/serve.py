@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.models import prepare_model
+from kintsugi.cli.models import choose_model, prepare_model
 from kintsugi.cli.options import ServeTask, read_yaml
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
@@ -32,7 +32,7 @@ from kintsugi.gateway.access import add_grant, check_exposure, new_token
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console import CONSOLE_PATH
 from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
-from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
+from kintsugi.models.reference import REFERENCE
 from kintsugi.serving.deployment import DeploymentProgress, Service, start_ray
 from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.protocol.access import EVERY_NAMESPACE, Verb, open_access
@@ -49,13 +49,13 @@ T = TypeVar("T")
 
 
 def build_service_spec(task: ServeTask) -> ServiceSpec:
-    """Build the service that the options describe. Raises `InvalidField`, `UnknownField` and `NotFound`."""
+    """Build the service that the options describe, of the reference model if they name none. Raises
+    `InvalidField`, `UnknownField` and `NotFound`."""
     if task.config is not None:
         spec = spec_from_yaml_mapping(read_yaml(task.config))
         model = spec.model if task.model is None else dataclasses.replace(spec.model, path=task.model)
     else:
-        path, name = (task.model, "") if task.model else (str(bundled_checkpoint()), BUNDLED_NAME)
-        model = ModelSpec(path, name)
+        model = ModelSpec(task.model or REFERENCE.name)
         spec = ServiceSpec(model)
     if model.path.startswith((".", "/")) and not Path(model.path).is_dir():
         raise NotFound(f"{model.path} is not a folder; name the folder of a checkpoint")
@@ -116,6 +116,8 @@ def _privacy(spec: ServiceSpec, discovering: Sequence[str]) -> dict[str, Namespa
 
 def run(screen: Screen, task: ServeTask) -> ExitCode:
     """Serve until SIGINT or SIGTERM. Running answers then have `DRAIN_S` to finish."""
+    if not (task.model or task.config or task.print_config):
+        task = dataclasses.replace(task, model=choose_model(screen))
     spec = build_service_spec(task)
     if task.print_config:
         import yaml

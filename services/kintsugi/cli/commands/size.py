@@ -27,6 +27,7 @@ from kintsugi.core.sizing import (
     pace_to_hide_loading,
 )
 from kintsugi.models.checkpoint import read_config
+from kintsugi.models.reference import default_dtype
 
 UTILISATION = 0.6
 """Share of a device's peak that prefill reaches; typical of large matrix products on recent GPUs."""
@@ -105,7 +106,7 @@ def size(
     work = SizingWorkload(parse_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication)
     bytes_per_s = parse_speed(bandwidth)
     prepare_model(screen, model)
-    shape = model_size(read_config(model), "auto")
+    shape = model_size(read_config(model), default_dtype(model))
     full_s, source = prefill_of(shape, work.prompt_tokens, prefill_tokens_per_s, tflops)
     document = {
         "model": model,

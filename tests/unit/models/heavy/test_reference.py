@@ -28,6 +28,7 @@ from kintsugi.models.reference import (
     MODELS,
     REFERENCE,
     PackagedModel,
+    default_dtype,
     display_name,
     fetch_model,
     find_packaged,
@@ -431,6 +432,7 @@ def test_its_name_stands_for_it_wherever_a_checkpoint_is_read(
     assert tokenizer_digest(model.name) == tokenizer_digest(folder) != ""
     assert model_fingerprint(model.name, "bf16") == model_fingerprint(folder, "bf16")
     assert load_tokenizer(model.name).chat_template == TEMPLATE
+    assert default_dtype(model.name) == default_dtype(folder) == "float32"
     assert read_context_length(model.name) == POSITIONS
     assert display_name(model.name) == model.title
 
@@ -442,6 +444,7 @@ def test_other_names_and_a_folder_of_its_name_are_left_alone(
     use_as_packaged(monkeypatch, model)
     assert resolve_model("org/model") == "org/model"
     assert display_name("/models/mine") == "mine"
+    assert default_dtype("/models/mine") == "auto"
     Path(model.name).mkdir()
     assert find_packaged(model.name) is None
     assert resolve_model(model.name) == model.name
