@@ -109,6 +109,10 @@ class Watcher(Protocol):
         """Number of leading positions of an answer that `take` needs."""
         ...
 
+    def note_arrival(self, priority: int) -> None:
+        """Stop what would delay a request of this priority that arrives now."""
+        ...
+
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt: ...
 
     def take(self, prompt: Prompt, generation: Generation) -> bool: ...
@@ -144,6 +148,8 @@ class WatchedClient:
         """Generate as vLLM's method does, and note the outputs in ``call``. Closing the generator aborts the
         request."""
         watcher = self.watcher
+        if watcher is not None:
+            watcher.note_arrival(int(more.get("priority", 0)))
         # Not the request's id, which callers choose: they must not control whether they are sampled.
         sample_id = "" if watcher is None else uuid.uuid4().hex
         asked = None if watcher is None else self._prepare_blend(watcher, prompt, sampling, sample_id)

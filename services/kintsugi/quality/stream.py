@@ -2,7 +2,8 @@
 
 A connector cannot add requests, so the code that submits requests calls `Stream.prepare_prompt` before each
 request (one that is measured then requests logprobs), `Stream.take` with its answer, and `Stream.run_one`
-when the engine is idle. The client's answer is not affected. What is missing of a pair, the twin, is forced
+when the engine is idle. The client's answer is not affected. A request that arrives meanwhile ends the
+running twin, which is run again later. What is missing of a pair, the twin, is forced
 along the served answer's tokens, up to `POSITIONS_MAX` of them:
 
 - Where blending is shut, or slower with what is open, the request was prefilled in full. Its twins are blends
@@ -24,15 +25,16 @@ when audits find damaged chunks, for all. Closings are evidence in the same repo
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import math
 import random
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import blake3
 
@@ -93,8 +95,14 @@ DAMAGED_MIN = 2
 from a bad disk."""
 
 
+_T = TypeVar("_T")
+
+
 class Twins(Protocol):
     """What the stream needs of an engine."""
+
+    priority: int
+    """vLLM's priority of all that it computes for the stream."""
 
     async def answer_in_full(self, prompt: Prompt) -> Generation:
         """Prefill in full, and along `Prompt.forced`."""
@@ -119,13 +127,22 @@ class Twins(Protocol):
     async def exchange(self, keeper: ReportKeeper) -> list[ServedBlend]: ...
 
 
-@dataclass(frozen=True)
+class _Interrupted(Exception):
+    """A request has arrived."""
+
+
+@dataclass
 class _Pending:
     prompt: Prompt
     served: Generation
     reason: str
     """Why it was prefilled in full; empty for a blend."""
     taken_s: float
+    recorded: list[Selection] = field(default_factory=list)
+    """Configurations of twins whose pairs are recorded. They are not run again."""
+    is_compared: bool = False
+    """Whether a served blend was compared with its full prefill. What else it would show is left out if a
+    request arrives meanwhile."""
 
     @property
     def is_blend(self) -> bool:
@@ -155,6 +172,8 @@ class StreamCounts:
     damaged: int = 0
     """Audited chunks that differed by more than rounding and the codec explain, and were deleted."""
     closings: int = 0
+    interrupted: int = 0
+    """Twins that ended because a request arrived. Each is run again."""
 
 
 def compare_steps(
@@ -225,6 +244,9 @@ class Stream:
         """By source and number of closings, the latest last: evidence from before a closing trips nothing
         after it."""
         self._audits: deque[tuple[ChunkKey, str] | None] = deque(maxlen=AUDITS_WINDOW)
+        self._running: asyncio.Future[Any] | None = None
+        """What the engine computes for the stream now."""
+        self._is_interrupted = False
         # Seeded, so that equal runs audit the same chunks.
         self._picks = random.Random(0)
 
@@ -243,6 +265,26 @@ class Stream:
     def is_next_blend(self) -> bool:
         """Whether the next waiting answer is a blend."""
         return bool(self._pending) and self._pending[0].is_blend
+
+    def note_arrival(self, priority: int) -> None:
+        """End the running twin: it must not delay the request that arrives. Priorities are vLLM's: the lowest
+        number goes first."""
+        if self._running is not None and priority < self._twins.priority:
+            self._is_interrupted = self._running.cancel()
+
+    async def _run(self, answer: Awaitable[_T]) -> _T:
+        """Await what the engine computes. Raises `_Interrupted` if a request arrives first."""
+        running = asyncio.ensure_future(answer)
+        self._running, self._is_interrupted = running, False
+        try:
+            return await running
+        except asyncio.CancelledError:
+            if not self._is_interrupted:
+                raise
+            self.counts.interrupted += 1
+            raise _Interrupted from None
+        finally:
+            self._running = None
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt:
         """Return the request to submit; a measured one requests logprobs."""
@@ -303,23 +345,33 @@ class Stream:
         assert params is not None
         cell = Cell.of(params.is_discovered, len(pending.prompt.token_ids))
         source = source_of(params.namespace)
-        if pending.is_blend:
-            is_changed = await self._measure_blend(pending, state, cell, source)
-        else:
-            await self._twins.save_missing(pending.prompt)
-            allowed = state.allowance(cell, source)
-            trials = choose_trials(state, cell, source, 1 if self._pending else 2)
-            if pending.reason == UNMEASURED and allowed is not None:
-                trials = [allowed.cheapest]
-            steps = pending.served.top_logprobs
-            is_changed = False
-            for selection in trials:
-                opens = await self._try(pending, steps, selection, cell, source)
-                if opens is None:
-                    break
-                is_changed |= opens
+        is_changed = False
+        try:
+            measure = self._measure_blend if pending.is_blend else self._measure_full
+            is_changed = await measure(pending, state, cell, source)
+        except _Interrupted:
+            is_changed = True  # what was recorded before may open or close
+            if not pending.is_compared:
+                self._pending.appendleft(pending)
         if is_changed or self._keeper.is_due:
             await self._exchange()
+
+    async def _measure_full(self, pending: _Pending, state: GateState, cell: Cell, source: str) -> bool:
+        """Compare an answer by full prefill with blends. Return whether something opened."""
+        await self._run(self._twins.save_missing(pending.prompt))
+        allowed = state.allowance(cell, source)
+        trials = choose_trials(state, cell, source, 1 if self._pending else 2)
+        if pending.reason == UNMEASURED and allowed is not None:
+            trials = [allowed.cheapest]
+        is_changed = False
+        for selection in trials:
+            if selection in pending.recorded:
+                continue
+            opens = await self._try(pending, pending.served.top_logprobs, selection, cell, source)
+            if opens is None:
+                break
+            is_changed |= opens
+        return is_changed
 
     def drop_late(self) -> None:
         """Drop the answers that waited too long."""
@@ -360,16 +412,18 @@ class Stream:
             forced=pending.served.token_ids[:positions],
         )
         try:
-            twin = await self._twins.blend(trial)
+            twin = await self._run(self._twins.blend(trial))
         except KintsugiError as error:
             logger.warning("a blend for comparison failed, which counts as the worst loss: %s", error)
             self.counts.failed += 1
+            pending.recorded.append(selection)
             return self._keeper.record(cell, source, selection, Tally.of(Deviation(0.0, 1.0), 1.0, [1]))
         accounting = twin.accounting or {}
         if accounting.get("outcome") != Outcome.BLENDED.value:
             return None
         deviation = compare_steps(full_steps, twin.top_logprobs, positions)
         self.counts.pairs += 1
+        pending.recorded.append(selection)
         return self._keeper.record(cell, source, selection, _tally(deviation, accounting))
 
     async def _measure_blend(self, pending: _Pending, state: GateState, cell: Cell, source: str) -> bool:
@@ -377,7 +431,7 @@ class Stream:
         positions = count_positions(pending.served)
         plain = dataclasses.replace(pending.prompt, params=None, forced=pending.served.token_ids[:positions])
         try:
-            full = await self._twins.answer_in_full(plain)
+            full = await self._run(self._twins.answer_in_full(plain))
         except KintsugiError:
             self.counts.failed += 1  # an engine's failure says nothing about the blend
             raise
@@ -386,6 +440,7 @@ class Stream:
         accounting = pending.served.accounting or {}
         served = _served_selection(state.allowance(cell, source), accounting)
         is_changed = False
+        pending.is_compared = True
         if served is not None:
             is_changed = self._keeper.record(cell, source, served, _tally(deviation, accounting))
         watched = ServedBlend.of(source, Levels.of(deviation), self._trip_limits(state, cell, source))
@@ -441,7 +496,7 @@ class Stream:
             if not copies:
                 return False
             copy = self._picks.choice(copies)
-            answer = await self._twins.audit(copy.prompt)
+            answer = await self._run(self._twins.audit(copy.prompt))
         except KintsugiError as error:
             logger.warning("the audit of a chunk failed: %s", error)
             return False

@@ -2,7 +2,8 @@
 
 `quality.stream` decides what is measured and what follows. This module decides when: one answer at a time,
 while no request waits for its first token, with the lowest priority in vLLM's queue, and for at most a share
-of the engine's time. Under constant load nothing is measured. Twins use the engine's own KV cache.
+of the engine's time. A request that arrives ends the running twin. Under constant load nothing is measured.
+Twins use the engine's own KV cache.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ PUBLISH_RETRY_S = 0.5
 
 class _EngineTwins:
     """Runs twins on an engine. Raises `Unavailable` if the engine is busy for too long."""
+
+    priority = PRIORITY
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -176,6 +179,7 @@ class LearningMetrics(Collector):
         for name, about in (
             ("pairs", "Answers that were compared with a twin"),
             ("failed", "Comparisons whose twin failed; a failed blend counts as the worst loss"),
+            ("interrupted", "Twins that ended because a request arrived; they run again"),
             ("dropped", "Answers that waited too long for their twin"),
             ("audited", "Stored chunks that were prefilled again and compared"),
             ("damaged", "Compared chunks that were damaged and were deleted"),

@@ -72,8 +72,12 @@ class Noting:
 
     def __init__(self, positions: int = 2) -> None:
         self.positions = positions
+        self.arrivals: list[int] = []
         self.marks: list[str] = []
         self.taken: list[tuple[Prompt, Generation]] = []
+
+    def note_arrival(self, priority: int) -> None:
+        self.arrivals.append(priority)
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt:
         self.marks.append(request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -71,6 +72,8 @@ def answer(accounting: dict[str, object] | None, token: int = 5, length: int = 3
 class FakeTwins:
     """Blends answer ``blend_token``, full prefills 5, and audits find ``error``."""
 
+    priority = 9
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, Prompt]] = []
         self.blend_token = 5
@@ -81,13 +84,23 @@ class FakeTwins:
         self.deleted: list[ChunkKey] = []
         self.exchanged = 0
         self.of_others: list[ServedBlend] = []
+        self.arrival: Callable[[], None] | None = None
+        """Called once, while the engine computes what `arrives_in` names."""
+        self.arrives_in = "blend"
+
+    async def _call(self, kind: str, prompt: Prompt) -> None:
+        self.calls.append((kind, prompt))
+        if self.arrival is not None and kind == self.arrives_in:
+            arrive, self.arrival = self.arrival, None
+            arrive()
+        await asyncio.sleep(0)
 
     async def answer_in_full(self, prompt: Prompt) -> Generation:
-        self.calls.append(("full", prompt))
+        await self._call("full", prompt)
         return answer(None, length=len(prompt.forced or [0]))
 
     async def blend(self, prompt: Prompt) -> Generation:
-        self.calls.append(("blend", prompt))
+        await self._call("blend", prompt)
         if self.failure is not None:
             raise self.failure
         assert prompt.params is not None
@@ -98,12 +111,12 @@ class FakeTwins:
         return answer(accounting, self.blend_token, len(prompt.forced or [0]))
 
     async def audit(self, prompt: Prompt) -> Generation:
-        self.calls.append(("audit", prompt))
+        await self._call("audit", prompt)
         audit = ChunkAudit("raw", [0.0, 0.0], [0.0, self.error])
         return answer(Accounting(Outcome.AUDITED, audit=audit).to_mapping())
 
     async def save_missing(self, prompt: Prompt) -> None:
-        self.calls.append(("save", prompt))
+        await self._call("save", prompt)
 
     async def stored_copies(self, prompt: Prompt) -> list[StoredCopy]:
         return [one for one in self.copies if one.key not in self.deleted]
@@ -243,6 +256,59 @@ def test_a_failed_twin_is_the_worst_loss() -> None:
     life.run()
     assert life.tally().failed == life.tally().pairs == 1
     assert (life.stream.counts.failed, life.stream.counts.pairs) == (2, 0)
+
+
+@pytest.mark.parametrize("kind", ["save", "blend"])
+def test_a_request_that_arrives_ends_the_twin_which_is_run_again(kind: str) -> None:
+    life = Life()
+    life.twins.arrival, life.twins.arrives_in = (lambda: life.stream.note_arrival(0)), kind
+    life.serve(DECLINED)
+    life.run()
+    assert (life.stream.pending, life.stream.counts.pairs, life.stream.counts.interrupted) == (1, 0, 1)
+    life.run()
+    assert (life.stream.pending, life.tally().pairs, life.tally(NEXT).pairs) == (0, 1, 1)
+
+
+def test_after_an_interruption_no_pair_is_recorded_twice() -> None:
+    life = Life()
+    life.serve(DECLINED)
+    life.twins.arrival = lambda: setattr(life.twins, "arrival", lambda: life.stream.note_arrival(0))
+    life.run()  # the second of two trials is interrupted
+    assert (life.tally().pairs, life.tally(NEXT).pairs, life.stream.pending) == (1, 0, 1)
+    life.run()
+    assert (life.tally().pairs, life.tally(NEXT).pairs, life.stream.pending) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("kind", ["full", "audit"])
+def test_a_served_blend_that_is_compared_is_not_compared_again(kind: str) -> None:
+    life = Life(open_report())
+    life.twins.arrival, life.twins.arrives_in = (lambda: life.stream.note_arrival(0)), kind
+    life.serve(blended(SAFEST))
+    life.run()
+    assert life.stream.pending == (kind == "full")
+    life.run()
+    assert life.twins.kinds.count("full") == 1 + (kind == "full")
+
+
+def test_a_request_behind_the_twins_ends_none() -> None:
+    life = Life()
+    life.twins.arrival = lambda: life.stream.note_arrival(FakeTwins.priority)
+    life.serve(DECLINED)
+    life.run()
+    assert (life.tally().pairs, life.stream.counts.interrupted) == (1, 0)
+
+
+def test_a_stream_that_is_cancelled_ends() -> None:
+    life = Life()
+    life.serve(DECLINED)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(life.stream.run_one())
+        life.twins.arrival = task.cancel  # type: ignore[assignment]
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
 
 
 @pytest.mark.parametrize(

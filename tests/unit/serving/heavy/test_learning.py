@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ from tests.unit.quality.fakes import distribution, put_chunk
 PROMPT = Prompt(
     range(1200), KintsugiParams("tenant", spans=(Span(0, 400), Span(400, 800)), ttl_s=60.0, asked_at_s=7.0)
 )
+NUMBERS = itertools.count()
 DECLINED = {"outcome": "declined", "reason": "learning: 0 of about 40 prompts"}
 BLENDED = {
     "outcome": "blended",
@@ -140,9 +142,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(engine: StubEngine, accounting: dict[str, Any] = DECLINED) -> None:
-    """Answer a request that waits for its twins."""
-    number = len(engine.calls)
-    marked = engine.watcher.prepare_prompt(f"request {number}", PROMPT)
+    """Answer a request, each with another prompt, that waits for its twins."""
+    number = next(NUMBERS)
+    prompt = dataclasses.replace(PROMPT, token_ids=[*PROMPT.token_ids[:-1], number])
+    marked = engine.watcher.prepare_prompt(f"request {number}", prompt)
     assert engine.watcher.take(marked, answer(accounting))
 
 
