@@ -4,11 +4,12 @@ A selector declares which signals it needs at which layer; the blend pass measur
 which candidates stay. Active sets only shrink with depth. There are three signals about a token of a hit
 chunk:
 
-- its offset in its chunk: known from the start, at no cost; - the question's attention to it
-(`query_layers`): known before layer 0, at the cost of an extra pass of the question over the loaded KV, up to
-the last of these layers; - the distance of its loaded K and V from fresh ones at a layer (`signal_at`): costs
-that layer's projections of every candidate, which must have been computed at all earlier layers. So a
-selector that compares every token at layer c pays for c layers at full width.
+- its offset in its chunk: known from the start, at no cost;
+- the question's attention to it (`query_layers`): known before layer 0, at the cost of an extra pass of the
+  question over the loaded KV, up to the last of these layers;
+- the distance of its loaded K and V from fresh ones at a layer (`signal_at`): costs that layer's projections
+  of every candidate, which must have been computed at all earlier layers. So a selector that compares every
+  token at layer c pays for c layers at full width.
 
 `fusor.control.cost` computes the total from `ratio_at`, `signal_at` and `query_layers`.
 """
