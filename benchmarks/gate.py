@@ -2,9 +2,10 @@
 
 Sections `replay` and `tenants` draw streams from recorded outcomes (`support/outcomes.py`), so the truth
 about each configuration is known; `drift` simulates damage on them; `lines` counts the code. `live` serves a
-model and measures how long a client waits for its first blend, with chunks put before.
+model and measures how long a client waits for its first blend, with chunks put before; `delay`, how much
+longer requests wait while the engine learns.
 
-    python benchmarks/gate.py [--quick] [--save] [--only replay,tenants,drift,lines,live]
+    python benchmarks/gate.py [--quick] [--save] [--only replay,tenants,drift,lines,live,delay]
         [--model smollm2-135m] [--tokens 1200]
 
 Nothing was tuned on the recorded prompts. The limits are those of `balanced`.
@@ -244,6 +245,7 @@ SECTIONS = {
     "drift": measure_drift,
     "lines": measure_lines,
     "live": lambda setup: gate_live.measure(setup.live),
+    "delay": lambda setup: gate_live.measure_delay(setup.live),
 }
 
 

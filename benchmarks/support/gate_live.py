@@ -7,8 +7,11 @@ its own passages; for the bundled model, questions of the testbed.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,7 @@ from benchmarks.support.outcomes import musique_questions
 from benchmarks.support.servers import Server, serve
 from kintsugi.gateway.fronts.service_routes import SERVICE_PATH
 from kintsugi.models.bundled import bundled_checkpoint
+from kintsugi.quality.metrics import percentile
 from kintsugi.quality.questions import Question
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
@@ -38,8 +42,13 @@ CHARS_PER_TOKEN = 4.0
 PASSAGES_MAX = 10
 THREADS = {"OMP_NUM_THREADS": "2"}
 """As many as the bars name."""
-BARS = {1200: 6.0, 3600: 15.0}
-"""Minutes by tokens of a prompt."""
+BARS = {("smollm2-135m", 1200): 6.0, ("smollm2-135m", 3600): 15.0, ("qwen2.5-coder-0.5b", 1200): 20.0}
+"""Minutes by model and tokens of a prompt."""
+COMPARED = 8
+"""Prompts that are sent both ways after the first blend."""
+DELAY_BLOCKS, DELAY_EACH = 3, 8
+DRAIN_S = 45.0
+"""After a block: its last comparisons are done."""
 CHEAP = 0.25
 ANSWER_TOKENS = 32
 
@@ -67,26 +76,100 @@ def _questions(setup: LiveSetup) -> list[Question]:
     return musique_questions("own", count, 0, passages, chars)
 
 
-def _specification(setup: LiveSetup) -> dict[str, Any]:
+def _specification(setup: LiveSetup, quality: str) -> dict[str, Any]:
     path = str(bundled_checkpoint()) if setup.model == "bundled" else setup.model
     ports = {"http_port": 0, "grpc_port": 0}
-    return {"model": {"path": path}, "engines": {"vllm": {"dtype": setup.dtype}}, "gateway": ports}
+    engines = {"quality": quality, "vllm": {"dtype": setup.dtype}}
+    return {"model": {"path": path}, "engines": engines, "gateway": ports}
 
 
-def measure(setup: LiveSetup) -> list[Figure]:
-    if setup.model != "bundled" and not MUSIQUE.exists():
-        say(f"{MUSIQUE} is not here: the section live is left out")
-        return []
-    questions = _questions(setup)
+@contextmanager
+def _service(
+    setup: LiveSetup, questions: Sequence[Question], quality: str
+) -> Iterator[tuple[Client, Server]]:
+    """Run `kintsugi serve`, with the chunks of the questions put."""
+    chunks = list(dict.fromkeys(chunk for one in questions for chunk in one.chunks))
     with (
-        serve(lambda folder: _specification(setup), environment=THREADS) as server,
+        serve(lambda folder: _specification(setup, quality), environment=THREADS) as server,
         Client(server.grpc, "own") as client,
     ):
-        chunks = list(dict.fromkeys(chunk for one in questions for chunk in one.chunks))
         for start in range(0, len(chunks), PUT_BATCH):
             client.put_chunks(chunks[start : start + PUT_BATCH], timeout_s=PUT_S)
             say(f"{min(start + PUT_BATCH, len(chunks))} of {len(chunks)} chunks are put")
+        yield client, server
+
+
+def _has_prompts(setup: LiveSetup) -> bool:
+    if setup.model == "bundled" or MUSIQUE.exists():
+        return True
+    say(f"{MUSIQUE} is not here: the section is left out")
+    return False
+
+
+def _generate(client: Client, question: Question, **more: Any) -> tuple[float, dict[str, Any]]:
+    """Return the time to the first token in seconds, and the accounting."""
+    sampling = Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0)
+    began_s = time.monotonic()
+    answer = client.generate(list(question.chunks), question.tail, sampling=sampling, **more)
+    return (answer.ttft_ms or 1e3 * (time.monotonic() - began_s)) / 1e3, dict(answer.accounting or {})
+
+
+def measure(setup: LiveSetup) -> list[Figure]:
+    """The time until the first blend, and how much sooner blends of the same prompts begin."""
+    if not _has_prompts(setup):
+        return []
+    questions = _questions(setup)
+    with _service(setup, questions, "balanced") as (client, server):
         return _ask(setup, client, questions, server)
+
+
+def measure_delay(setup: LiveSetup) -> list[Figure]:
+    """What requests wait longer while the engine learns, at half of its capacity.
+
+    Blocks of requests that are measured alternate with blocks of requests that say `no_blend`, so that
+    nothing is measured: both are prefilled in full. The service is `strict`, so that it learns throughout.
+    """
+    if not _has_prompts(setup):
+        return []
+    questions, some = _questions(setup)[: 2 * DELAY_BLOCKS * DELAY_EACH], random.Random(1)
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    with _service(setup, questions[: len(questions) // 2], "strict") as (client, server):
+        rest = {True: questions[: len(questions) // 2], False: questions[len(questions) // 2 :]}
+        rss_first = rss_most = server.rss_bytes()
+        learned_s = 0.0
+        for block in range(2 * DELAY_BLOCKS):
+            learns = block % 2 == 0
+            began_s = time.monotonic()
+            for question in rest[learns][:DELAY_EACH]:
+                asked_s = time.monotonic()
+                ttft_s, accounting = _generate(client, question, no_blend=not learns)
+                if accounting.get("outcome") != "blended":
+                    waits[learns].append(ttft_s)
+                rss_most = max(rss_most, server.rss_bytes())
+                time.sleep(some.expovariate(1 / (time.monotonic() - asked_s)))
+            del rest[learns][:DELAY_EACH]
+            learned_s += (time.monotonic() - began_s) * learns
+            say(f"block {block + 1} of {2 * DELAY_BLOCKS}: {'learning' if learns else 'not learning'}")
+            time.sleep(DRAIN_S)
+        progress = _progress(server)
+    pairs = progress.get("pairs") or 0
+    told = f"{setup.model} ({setup.dtype}), about {setup.tokens} tokens, {len(waits[True])} prompts each"
+    p50, p95 = (percentile(waits[True], one) / percentile(waits[False], one) for one in (0.5, 0.95))
+    growth = (rss_most - rss_first) / 2**20
+    return [
+        Figure.at_most("ttft_while_learning_p50", p50, 1.02, "", told),
+        Figure.at_most("ttft_while_learning_p95", p95, 1.10, "", told),
+        Figure.at_least(
+            "pairs_per_hour", 3600 * pairs / max(1.0, learned_s), 60, "", progress.get("detail", "")
+        ),
+        Figure.at_most("extra_memory_while_learning_mib", growth, 200, "MiB", "of the whole service"),
+    ]
+
+
+def _progress(server: Server) -> dict[str, Any]:
+    described = httpx.get(server.details["http"] + SERVICE_PATH).raise_for_status().json()
+    progress: dict[str, Any] = described["engines"]["progress"]
+    return progress
 
 
 def _ask(setup: LiveSetup, client: Client, questions: list[Question], server: Server) -> list[Figure]:
@@ -95,36 +178,31 @@ def _ask(setup: LiveSetup, client: Client, questions: list[Question], server: Se
     cheap_s: float | None = None
     full_s: list[float] = []
     blend_s: list[float] = []
-    rss_first, rss_most, asked = server.rss_bytes(), 0, 0
     costs: list[float] = []
-    while time.monotonic() < until_s and cheap_s is None:
+    asked = 0
+    while time.monotonic() < until_s and (cheap_s is None or len(blend_s) < COMPARED):
         question = questions[asked % len(questions)]
         asked += 1
-        began_s = time.monotonic()
-        answer = client.generate(
-            list(question.chunks), question.tail, sampling=Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0)
-        )
-        ttft_s = (answer.ttft_ms or 1e3 * (time.monotonic() - began_s)) / 1e3
-        accounting: dict[str, Any] = dict(answer.accounting or {})
+        # The same prompt, prefilled in full, leaves no blended block, and a blend reads no block of it.
+        compared = first_s is not None and len(blend_s) < COMPARED
+        plain_s = _generate(client, question, no_blend=True)[0] if compared else None
+        ttft_s, accounting = _generate(client, question)
         if accounting.get("outcome") == "blended":
             first_s = first_s or time.monotonic() - started_s
-            blend_s.append(ttft_s)
             costs.append(float(accounting["cost"]))
             if costs[-1] <= CHEAP:
-                cheap_s = time.monotonic() - started_s
-        else:
-            full_s.append(ttft_s)
-        rss_most = max(rss_most, server.rss_bytes())
-        if asked % 10 == 0:
+                cheap_s = cheap_s or time.monotonic() - started_s
+            if plain_s is not None:
+                full_s.append(plain_s)
+                blend_s.append(ttft_s)
+        if asked % 5 == 0:
             outcome = accounting.get("reason") or accounting.get("outcome")
-            say(f"{asked} prompts, {time.monotonic() - started_s:.0f} s: {outcome}")
+            say(f"{asked} prompts, {time.monotonic() - started_s:.0f} s, TTFT {ttft_s:.1f} s: {outcome}")
         time.sleep(PAUSE_S)
-    described = httpx.get(server.details["http"] + SERVICE_PATH).raise_for_status().json()
-    detail = described["engines"]["progress"]["detail"]
     is_bundled = setup.model == "bundled"  # its report opens at once, and its prompts are short
-    bar = None if is_bundled else BARS.get(setup.tokens)
+    bar = None if is_bundled else BARS.get((setup.model, setup.tokens))
     length = "testbed" if is_bundled else f"about {setup.tokens} tokens"
-    told = f"{setup.model} ({setup.dtype}), {length}, {asked} prompts; {detail}"
+    told = f"{setup.model} ({setup.dtype}), {length}, {asked} prompts; {_progress(server)['detail']}"
     figures = [
         Figure(
             "minutes_to_first_blend",
@@ -134,17 +212,17 @@ def _ask(setup: LiveSetup, client: Client, questions: list[Question], server: Se
             None if bar is None else first_s is not None and first_s / 60 <= bar,
             told,
         ),
-        Figure("minutes_to_cheaper", None if cheap_s is None else cheap_s / 60, "min", detail=told),
         Figure(
-            "extra_memory_mib",
-            (rss_most - rss_first) / 2**20,
-            "MiB",
-            detail="of the whole service, since put",
+            "minutes_to_cheaper",
+            None if cheap_s is None else cheap_s / 60,
+            "min",
+            None if is_bundled else "≤ 40",
+            None if is_bundled or cheap_s is None else cheap_s / 60 <= 40,
+            f"a cost of at most {CHEAP:g}; the last blend cost {costs[-1]:.3f}" if costs else "no blend",
         ),
     ]
-    if full_s and blend_s:
-        speedup = statistics.median(full_s) / statistics.median(blend_s)
-        figures.append(
-            Figure("ttft_full_over_blend", speedup, "×", detail=f"cost of the last blend {costs[-1]:.3f}")
-        )
+    if blend_s:
+        ratios = [full / blend for full, blend in zip(full_s, blend_s, strict=True)]
+        detail = f"median of {len(ratios)} prompts, each sent both ways"
+        figures.append(Figure("ttft_full_over_blend", statistics.median(ratios), "×", detail=detail))
     return figures
