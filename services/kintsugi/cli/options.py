@@ -32,7 +32,8 @@ Context = Annotated[
     typer.Option(help="Text between system prompt and chunks: none, bundled, or a file."),
 ]
 PlainCopies = Annotated[
-    bool, typer.Option(help="With a context: also store chunks without it, for the first place of prompts.")
+    bool,
+    typer.Option(help="With a context: also store chunks without it, for prompts that begin with a chunk."),
 ]
 Portable = Annotated[bool, typer.Option(help="Also use chunks in prompts with another system prompt.")]
 ENGINE_EXAMPLE = 'give one such as {"max_model_len": 4096}'

@@ -16,7 +16,7 @@ TICKET = "kintsugi_ticket"
 """Name of an extra argument of a request. At the first token, the scheduler reports the accounting under the
 argument's value, because vLLM loses the request's own report if a stop string aborts it."""
 TOLD = "told"
-"""Key of the connector's statistics for the accountings of running requests, by ticket."""
+"""Key under which the connector's statistics hold the accountings of running requests, by ticket."""
 
 
 class Outcome(StrEnum):
@@ -83,7 +83,7 @@ class Accounting:
     tokens_prefix_cached: int = 0
     """Exact hits in the engine's own prefix cache; never blended again."""
     tokens_question: int = 0
-    """Tokens outside every chunk that the blend pass computed."""
+    """Tokens that the blend pass computed and that belong to no chunk."""
     tokens_recomputed: int = 0
     """Tokens of hit chunks that the selector chose at the deepest layer."""
     token_layers_computed: float = 0.0
@@ -112,8 +112,7 @@ class Accounting:
     """Start of the pass by the clock of the engine's host; `timeline` counts from it."""
     audit: ChunkAudit | None = None
     tokens_discovered: int = 0
-    """Tokens among `tokens_hit` of chunks that the request did not declare and that were found by content,
-    regardless of how they were stored."""
+    """The part of `tokens_hit` in chunks that the request did not declare: they were found by content."""
     segments_counted: int = 0
     """Segments of the prompt that were counted because no stored chunk covers them and they may recur."""
     segments_queued: int = 0

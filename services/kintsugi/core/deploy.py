@@ -86,8 +86,8 @@ class ModelSpec(Settings):
     """The model that is served."""
 
     path: str = setting(minLength=1)
-    """Folder of the checkpoint, a hub name, `org/model`, the reference model's, `smollm2-135m`, or `bundled`:
-    the tiny model that ships with Kintsugi."""
+    """Folder of the checkpoint, a hub name such as `org/model`, `smollm2-135m` (the reference model), or
+    `bundled`, the tiny model that ships with Kintsugi."""
     name: str = ""
     """Name that clients use; empty: the last part of the path."""
     system_prompt: str | None = None
@@ -148,11 +148,11 @@ class EngineSpec(Settings):
     gpus: float = setting(0.0, minimum=0)
     """GPUs of each engine; 0: vLLM runs on the CPU."""
     quality: str = setting("balanced", enum=["strict", "balanced", "off"])
-    """How much a blend may lose against full prefill. Blending opens by itself as soon as the engines have
-    measured on served prompts that it stays below: `balanced`, mean KL below 0.01 nats, capped at 0.08 an
-    answer, and fewer than 1 answer in 8 with more than a quarter of its tokens changed; `strict`, a third of
-    both; `off` tests nothing, and answers may be wrong without notice. YAML needs quotes around "off", which
-    otherwise means false."""
+    """How much a blend may lose against full prefill. Blending starts automatically as soon as measurements
+    on served prompts show a smaller loss. `balanced`: the mean KL is below 0.01 nats (each answer counts at
+    most 0.08), and fewer than 1 answer in 8 has more than a quarter of its tokens changed. `strict`: a third
+    of both limits. `off`: nothing is tested, and answers may be wrong without notice. YAML needs quotes
+    around "off", which otherwise means false."""
     vllm: Mapping[str, Any] = setting(dict, reserved=("model", "kv_transfer_config"))
     """Arguments of `vllm serve` by their own names, such as `max_model_len` or `tool_call_parser`."""
     expert: EngineExpert = field(default_factory=EngineExpert)

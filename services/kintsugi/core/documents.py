@@ -1,7 +1,7 @@
 """Small sealed JSON documents, of which a store keeps copies on several shards. Pure.
 
-Several processes write one document. `supersedes` says which copy counts; `replaces`, whether a store keeps a
-new one. A document carries a digest over its canonical JSON, so that a damaged or hand-edited one is
+Several processes write one document. `supersedes` decides which copy counts, and `replaces` whether a store
+keeps a new one. A document carries a digest over its canonical JSON, so that a damaged or hand-edited one is
 rejected. The digest is not a signature: anyone who can write to the store can write a document.
 """
 
@@ -55,9 +55,8 @@ def next_date(now: datetime, document: bytes | None) -> str:
 
 
 def supersedes(document: bytes, other: bytes | None) -> bool:
-    """Whether a stored document must be kept rather than another one; None: there is no other one.
-
-    False both ways for two invalid documents: the one written last replaces the other.
+    """Whether a stored document must be kept instead of another one (None: there is no other one). False in
+    both directions for two invalid documents: the one written last replaces the other.
     """
     if other is None:
         return True
@@ -104,7 +103,8 @@ def open_document(document: bytes) -> dict[str, Any]:
 
 
 def _moment(created: object) -> datetime:
-    """Parse `created`; `_OLDEST` if it is invalid, or too late for another time to follow."""
+    """Parse `created`. Returns `_OLDEST` if it is invalid, or so late that no later time can be
+    represented."""
     try:
         moment = datetime.fromisoformat(created)  # type: ignore[arg-type]
         moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)

@@ -30,9 +30,9 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT
 
 KL_CAP = 0.08
-"""Nats. A mean KL of an answer from here on is a loss of 1."""
+"""In nats: an answer with this mean KL or more has a loss of 1."""
 CHANGED_MAX = 0.25
-"""An answer with another most likely token at more than this share of its positions is a loss of 1."""
+"""An answer whose most likely token differs at more than this share of its positions has a loss of 1."""
 STEPS = 128
 """Losses are rounded up to multiples of ``1 / STEPS``, which makes every test slightly stricter."""
 POSITIONS_MAX = 32
@@ -48,10 +48,10 @@ FALSE_TRIP = 5e-4
 """Rate of false trips per pair while the mean loss is exactly at the limit; far lower below it."""
 TRIP_LIMIT_MIN = 0.01
 TRIP_LIMIT_ERROR = 0.4
-"""Probability that a mean at the time of the evidence is above its limit of `trip_limits`."""
+"""Probability that a mean was, when the evidence was measured, above the limit that `trip_limits` returns."""
 _BISECTIONS = 40
 _WEALTH_MAX = 100.0
-"""Logarithm: far beyond any verdict, and its exponential is a float."""
+"""A logarithm far beyond any verdict, whose exponential is still a finite float."""
 
 
 class Quality(StrEnum):
@@ -89,13 +89,13 @@ class Deviation:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.kl) and self.kl >= 0 and 0 <= self.changed <= 1):
-            raise InvalidField("deviation", f"{self.kl} nats and {self.changed} are no KL and no share")
+            raise InvalidField("deviation", f"{self.kl} nats and {self.changed} are not a KL and a share")
         if self.positions < 1:
             raise InvalidField("deviation.positions", f"{self.positions} must be at least 1")
 
     @staticmethod
     def of(kl: Sequence[float], differs: Sequence[bool]) -> Deviation:
-        """The deviation over all of these positions. Raises `InvalidField` for none."""
+        """Return the deviation over all these positions. Raises `InvalidField` if there are none."""
         if not kl or len(kl) != len(differs):
             raise InvalidField("deviation", f"{len(kl)} divergences and {len(differs)} comparisons")
         return Deviation(sum(kl) / len(kl), sum(differs) / len(differs), len(kl))
@@ -274,7 +274,7 @@ def _pairs_missing(losses: Sequence[tuple[float, int]], limit: float, enough: fl
 
 
 class Levels(NamedTuple):
-    """The two measures that are watched of a served blend, or their limits."""
+    """The two watched measures of a served blend, or the limits of both."""
 
     loss: float
     changed: float

@@ -23,15 +23,15 @@ _RATIO_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Permit:
-    """What one request may use."""
+    """The configurations that one request may use."""
 
     selection: Selection
     allowance: Allowance | None = None
     """What passed; None: nothing is tested."""
 
     def check_chunks(self, chunk_tokens: Sequence[int]) -> None:
-        """Raise `NotBlendable` for chunks unlike those that were measured. Not for exact blends: those with a
-        ratio of 1, or without an approximate chunk."""
+        """Raise `NotBlendable` for chunks unlike those that were measured. Exact blends (a ratio of 1, or no
+        approximate chunk) never raise."""
         lacking = None if self.allowance is None else self.allowance.lacks(chunk_tokens)
         if lacking is not None:
             raise NotBlendable(UNMEASURED, lacking)
@@ -39,7 +39,7 @@ class Permit:
 
 @dataclass(frozen=True)
 class GateState:
-    """What the report allows. Replaced as a whole, never changed."""
+    """The configurations that a report allows. Replaced as a whole, never changed."""
 
     reason: str | None = None
     """Why nothing is blended, one word that metrics use; None: the report decides, or nothing is tested."""
@@ -68,9 +68,9 @@ class GateState:
         """Return what a request may use. ``fallback`` is the engine's own selection, used where nothing is
         tested.
 
-        Raises `NotBlendable` if nothing passed for such prompts of the namespace, or not the request's
-        selector, and `BelowMinimum` for a ratio below the lowest that passed. A ratio of 1 computes what a
-        full prefill does, so any selector may have it.
+        Raises `NotBlendable` if no configuration, or none with the request's selector, passed for such
+        prompts of the namespace, and `BelowMinimum` for a ratio below the lowest that passed. A ratio of 1
+        computes what a full prefill does, so any selector may have it.
         """
         if self.reason is not None:
             raise NotBlendable(self.reason, self.detail)
@@ -103,7 +103,8 @@ def describe_progress(standing: Standing) -> str:
 
 
 def _check_options(wanted: Selection, allowance: Allowance) -> None:
-    """Raise `NotBlendable` for a selector that did not pass, `BelowMinimum` for less than what passed."""
+    """Raise `NotBlendable` for a selector that did not pass, `BelowMinimum` for a ratio below the lowest that
+    passed."""
     passed = [one for one in allowance.selections if one.selector == wanted.selector]
     if not passed:
         names = sorted({str(one.selector) for one in allowance.selections})
@@ -147,7 +148,8 @@ class GateProgress:
     pairs: int = 0
     """Prompts that were measured for the nearest cell and source."""
     pairs_missing: int | None = None
-    """Estimated number of further prompts until the next configuration passes; None: unknown, or none."""
+    """Estimated number of further prompts until the next configuration passes; None if unknown, or if there
+    is no next one."""
     cost: float | None = None
     """Mean share of a full prefill's work of the cheapest configuration that is open."""
     kl: float | None = None

@@ -187,8 +187,8 @@ class PrivacyExpert(Settings):
     """Settings that hide from callers of a namespace which chunks its other callers stored."""
 
     accounting: bool = True
-    """Answers contain what was found in the cache. If false, only for callers with the permission to read
-    reports, and chunks cannot be named by key."""
+    """Answers report what was found in the cache. If false, they report it only to callers with the
+    permission to read reports, and chunks cannot be named by key."""
     ttft_step_ms: float = setting(0.0, minimum=0, maximum=600_000)
     """The first token is sent at a multiple of this time in milliseconds, plus `ttft_step_us_per_token` for
     each token of the prompt. If both are 0, it is sent when it is ready."""
@@ -207,7 +207,7 @@ class NamespacePrivacy(Settings):
     """A namespace whose chunks requests may use besides their own; empty: none."""
     discover: bool | None = setting(None)
     """Whether passages that recur in prompts are stored automatically. All callers of the namespace can then
-    find out that they were sent. Unset: only if `shared` is set, as in a namespace of one user."""
+    find out that such a passage was sent. Unset: only if `shared` is set, as in a namespace of one user."""
     expert: PrivacyExpert = field(default_factory=PrivacyExpert)
 
     @property

@@ -52,7 +52,7 @@ class Selection:
     """
 
     ratio: float
-    """Share to recompute of the hit tokens whose KV is approximate (`BlendPlan.exact_end`)."""
+    """Share of the hit tokens with approximate KV (`BlendPlan.exact_end`) that is recomputed."""
     selector: str = SelectorName.HKVD
     """Name of the selector, which ranks the tokens."""
     check_layer: int = 1

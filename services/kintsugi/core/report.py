@@ -61,7 +61,7 @@ SIZE_PAIRS_MIN = 8
 PARTS_MAX = 8
 """Maximum number of parts. The oldest are added together."""
 ENTRIES_MAX = 256
-"""Maximum number of entries of a part. Nothing else is measured then."""
+"""Maximum number of entries of a part. When it is reached, nothing new is measured."""
 CLOSINGS_MAX = 256
 CLOSINGS_EACH = 8
 """Closings of one source after which it stays closed: no error probability is left to share, and one tenant's
@@ -151,7 +151,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         if self.kind not in ("declared", "discovered") or not 0 <= self.band <= len(BANDS):
-            raise InvalidField("cell", f"{self.kind!r} {self.band} is no kind of prompts")
+            raise InvalidField("cell", f"{self.kind!r} {self.band} is not a kind of prompts")
 
     @staticmethod
     def of(is_discovered: bool, num_tokens: int) -> Cell:
@@ -226,7 +226,7 @@ class ServedBlend:
     levels: tuple[float, float]
     """`Levels` of the pair."""
     limits: tuple[float, float]
-    """Their limits then."""
+    """Their limits when the pair was measured."""
 
     @staticmethod
     def of(source: str, levels: Levels, limits: Levels) -> ServedBlend:
@@ -283,7 +283,7 @@ class Allowance:
         return self.selections[-1]
 
     def lacks(self, chunk_tokens: Sequence[int]) -> str | None:
-        """Describe what about a prompt's chunks was not measured; None if they were."""
+        """Describe how a prompt's chunks differ from those that were measured; None if they do not."""
         mean = sum(chunk_tokens) / max(1, len(chunk_tokens))
         size, sizes = size_of(mean), dict(self.tally.sizes)
         if sum(sizes.get(size + step, 0) for step in (-1, 0, 1)) < SIZE_PAIRS_MIN:
@@ -300,9 +300,9 @@ class Standing:
 
     passed: tuple[Selection, ...]
     next: Selection | None
-    """The configuration to decide next; None: all passed."""
+    """The configuration to test next; None: all passed."""
     tally: Tally
-    """The evidence about it, or about the last one."""
+    """The evidence about it, or about the last one if all passed."""
     missing: int | None
     """Estimated number of pairs until it passes; None if more pairs like these do not help."""
 
@@ -339,7 +339,7 @@ class Report:
         try:
             return load(Report, values, "report")
         except InvalidField as error:
-            raise Corrupted(f"the report is not one: {error}") from None
+            raise Corrupted(f"the report is invalid: {error}") from None
 
     @cached_property
     def closings(self) -> tuple[Closing, ...]:
@@ -348,7 +348,7 @@ class Report:
 
     @cached_property
     def _closed(self) -> Counter[str]:
-        """Number of closings by source; empty: of all sources."""
+        """Number of closings by source; the empty source has the closings of all sources."""
         return Counter(one.source for one in self.closings)
 
     def epoch(self, source: str) -> int:
@@ -380,8 +380,8 @@ class Report:
 
     @cached_property
     def _slots(self) -> dict[tuple[Cell, str], int]:
-        """The slots of all cells and sources, which differ. Where two writers have taken one slot at the same
-        time, one of the two moves to the next free slot. Where writers disagree, the highest counts: the
+        """The slots of all cells and sources; no two are equal. Where two writers have taken one slot at the
+        same time, one of the two moves to the next free slot. Where writers disagree, the highest counts: the
         share of the error probability never grows."""
         wanted: dict[tuple[Cell, str], int] = {}
         for entry in (entry for part in self.parts for entry in part.entries):
@@ -410,8 +410,8 @@ class Report:
         return {}
 
     def standing(self, cell: Cell, source: str, quality: Quality) -> Standing:
-        """Return how far a source's own evidence is. Computed once: while nothing is open, every request asks
-        for it, to be measured and to be told."""
+        """Return how far a source's own evidence is. Computed once, because every request needs it while
+        nothing is open."""
         key = cell, source, quality
         if key not in self._standings:
             self._standings[key] = self._compute_standing(cell, source, quality)
@@ -431,10 +431,10 @@ class Report:
 
     def common(self, cell: Cell, quality: Quality) -> tuple[tuple[Selection, ...], Tally]:
         """Return what passes in a cell on the evidence of several namespaces together, and the evidence about
-        the cheapest of it. Each namespace contributes at most its share of the wealth."""
+        the cheapest configuration. Each namespace contributes at most its share of the wealth."""
         spaces = [source for source in self.sources(cell) if source != FILE]
         slot = min((self._slots[cell, source] for source in spaces), default=1)
-        # Each closing starts the evidence of its namespace anew, and so this test.
+        # Each closing restarts the evidence of its namespace, and therefore this test.
         epoch = sum(self.epoch(source) for source in spaces)
         enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(slot) * _share_of_epoch(epoch))
         passed: list[Selection] = []
@@ -477,8 +477,8 @@ class Report:
 
     def with_part(self, part: ReportPart, created: str) -> Report:
         """Return the report with a part in place of its writer's former one. If there are too many parts, the
-        oldest are added together. A part that was added to another one is not added again: its writer goes on
-        as another writer (`quality.reports`)."""
+        oldest are added together. A part that was added to another one is not added again: its writer
+        continues under another id (`quality.reports`)."""
         parts = [one for one in self.parts if one.writer != part.writer]
         gone = {writer for one in parts for writer in one.folded}
         if part.writer in gone:
@@ -490,8 +490,8 @@ class Report:
 
 
 def _fold(one: ReportPart, other: ReportPart) -> ReportPart:
-    """Add two parts whose engines have most likely ended. If their versions differ, the evidence counts for
-    no version's probation."""
+    """Return the sum of two parts, whose engines have most likely ended. If their versions differ, the
+    evidence counts for no version's probation."""
     found: dict[tuple[Any, ...], ReportEntry] = {}
     for entry in (*one.entries, *other.entries):
         key = entry.cell, entry.source, entry.epoch, entry.selection
@@ -540,7 +540,8 @@ def _passes(tally: Tally, quality: Quality, enough: float) -> bool:
 
 
 def _pairs_missing(tally: Tally, quality: Quality, enough: float) -> int | None:
-    """Estimate how many more pairs pass, by losses and by known answers; None if more do not help."""
+    """Estimate how many more pairs a configuration needs to pass, by losses and by known answers; None if
+    more pairs do not help."""
     losses = tally.pairs_missing(quality.loss_max, enough)
     answers = tally.pairs_missing_for_answers(quality.wrong_max, enough)
     return None if losses is None or answers is None else max(losses, answers)

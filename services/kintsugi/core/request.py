@@ -47,7 +47,7 @@ def check_ttl(ttl_s: float | None) -> float | None:
     if ttl_s is not None and not 0.0 < ttl_s <= TTL_S_MAX:
         raise InvalidField(
             "ttl_s",
-            f"{ttl_s} is not above 0 and at most {TTL_S_MAX:.0f} seconds (ten years); leave it out to keep "
+            f"{ttl_s} must be above 0 and at most {TTL_S_MAX:.0f} seconds (ten years); leave it out to keep "
             "chunks until they are evicted",
         )
     return ttl_s
@@ -187,7 +187,7 @@ class KintsugiParams:
     """The tenant whose chunks may be used."""
     op: Op = Op.BLEND
     """`blend` answers from stored chunks, `save` stores the one chunk that `spans` names, `audit` compares
-    it, and `off` does none of these."""
+    that chunk with a new prefill, and `off` does none of these."""
     spans: Annotated[tuple[Span, ...] | None, BeforeValidator(_read_spans)] = None
     """Positions of the chunks in the prompt, in JSON `[start, end]` in tokens, or `[start, end, key]`. Null:
     known chunks are found by their content."""
@@ -213,8 +213,8 @@ class KintsugiParams:
     """Count the segments of the prompt outside its `spans`, save those that recur, and use saved ones. A
     gateway sets it from the namespace's rules: other users of a namespace can tell what was saved in it."""
     no_store: StrictBool = False
-    """Count and save nothing of this prompt. Stored chunks are used, but no others than the declared ones if
-    there are any."""
+    """Count and save nothing of this prompt. Stored chunks are used; if the request declares chunks, only
+    those."""
     trial: Trial | None = None
     """A configuration to blend with, whatever the report allows. Only the engine itself sets it."""
     version: StrictInt = PARAMS_VERSION

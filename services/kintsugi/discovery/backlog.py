@@ -39,7 +39,7 @@ class Recurring:
     ttl_s: float
     """Lifetime of the saved chunk."""
     asked_at_s: float
-    """When it was seen, as in `ChunkManifest`."""
+    """Time of the sighting, as `ChunkManifest.asked_at_s`."""
 
     @property
     def name(self) -> ChunkKey:

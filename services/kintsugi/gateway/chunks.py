@@ -106,9 +106,9 @@ class Recent(Generic[Value]):
         self._last_s = time.monotonic()
 
     async def get_stale(self, age_s_max: float) -> Value:
-        """Return the newest answer, whatever has failed since. An answer older than ``age_s_max`` is renewed
-        in the background, so that an engine that hangs does not delay requests. Before the first answer: as
-        `get`."""
+        """Return the newest answer, even if later requests have failed. An answer older than ``age_s_max`` is
+        renewed in the background, so that an engine that hangs does not delay requests. Before the first
+        answer: as `get`."""
         if self.known is None:
             return await self.get(0.0)
         if self._is_due(age_s_max) and (self._renewing is None or self._renewing.done()):
@@ -350,14 +350,14 @@ class Saver:
         }
         if len(self._saves) + len(fresh) > WAITING_CHUNKS_MAX:
             raise ResourceExhausted(
-                f"{len(self._saves)} chunks wait to be prefilled and at most {WAITING_CHUNKS_MAX} may; "
-                "send fewer and longer ones, or again later"
+                f"{len(self._saves)} chunks wait to be prefilled, and the limit is {WAITING_CHUNKS_MAX}; "
+                "send fewer and longer chunks, or try again later"
             )
         size = sum(map(len, fresh.values()))
         if self._waiting_tokens + size > self._waiting_tokens_max:
             raise ResourceExhausted(
-                f"{self._waiting_tokens} tokens wait to be prefilled and at most {self._waiting_tokens_max} "
-                "may; send fewer, or again later"
+                f"{self._waiting_tokens} tokens wait to be prefilled, and the limit is "
+                f"{self._waiting_tokens_max}; send fewer, or try again later"
             )
         self._waiting_tokens += size
         loop = asyncio.get_running_loop()

@@ -89,7 +89,7 @@ class GenerateOptions(TypedDict, total=False):
     no_blend: bool
     """Run a full prefill."""
     priority: int
-    """vLLM's priority: lower values run first. Not below 0, the default."""
+    """vLLM's priority, at least 0 (the default): lower values run first."""
     model: str
     """A name of the model that must answer: the operator's, its folder or its hub name. `NotFound` for
     another model. Default: any model."""

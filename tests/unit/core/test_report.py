@@ -121,7 +121,7 @@ def test_impossible_content_is_refused_with_a_right_digest_too(
     values = json.loads(full_report().to_bytes())
     del values["digest"]
     edit(values)
-    with pytest.raises(Corrupted, match="the report is not one: "):
+    with pytest.raises(Corrupted, match="the report is invalid: "):
         Report.from_bytes(seal_document(values))
 
 

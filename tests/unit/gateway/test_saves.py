@@ -26,7 +26,7 @@ def test_chunks_of_one_token_are_counted_too(monkeypatch: pytest.MonkeyPatch) ->
     async def ask() -> None:
         saver = Saver(StubBackend(StubDelays(save_s=0.001)))
         futures = saver.submit("tenant", chunks(0, 8))
-        with pytest.raises(ResourceExhausted, match="8 chunks wait to be prefilled and at most 10"):
+        with pytest.raises(ResourceExhausted, match="8 chunks wait to be prefilled, and the limit is 10"):
             saver.submit("tenant", chunks(8, 3))
         assert saver.submit("tenant", chunks(0, 8)) == futures, "those that wait already are no more"
         await asyncio.gather(*futures)

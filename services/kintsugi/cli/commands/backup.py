@@ -39,7 +39,7 @@ from kintsugi.store.shard.erasure import Erasures, scopes_of
 BACKUP_VERSION = 1
 INDEX = "backup.json"
 UNSURE_S = 600.0
-"""An erasure requested up to this long before a backup may have reached the files only after it."""
+"""An erasure requested up to this long before a backup may have reached the files only after the backup."""
 _LEDGER = "state/ledger.sqlite"
 _TEXTS = "gateway/chunks.sqlite"
 
@@ -54,7 +54,9 @@ class BackedUpFolders:
     ] = None
     shard_data: Annotated[
         list[Path] | None,
-        typer.Option(help="A shard's data folder, with its reports; repeat, always in the same order."),
+        typer.Option(
+            help="A shard's data folder, with its reports. Repeat it for several, always in the same order."
+        ),
     ] = None
 
     @property

@@ -1,7 +1,7 @@
 """`kintsugi calibrate`: measure on a file of questions how much blends of a model lose, before any traffic.
 
-Engines measure the same on the prompts that they serve, without this command. A file decides sooner, and only
-it can test answers, where it gives them.
+Engines measure the same on the prompts that they serve, without this command. A file leads to a verdict
+sooner, and only a file with answers can test them.
 """
 
 from __future__ import annotations

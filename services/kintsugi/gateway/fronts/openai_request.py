@@ -189,7 +189,8 @@ def _params_of(extension: Any, namespace: str) -> KintsugiParams:
 
 
 def _items(items: Any, chunks: _Chunks) -> Any:
-    """Return messages or items of `input` without our marks. Search their texts and their tools' results."""
+    """Return messages or items of `input` without the marks of chunks. Search their texts and their tools'
+    results."""
     if not isinstance(items, list):
         return items
     passed = []

@@ -209,8 +209,8 @@ class TextIndex:
 
 
 def _select_last_windows(alike: Sequence[_Known], known: _Known) -> Sequence[_Known]:
-    """Return the texts of `alike` whose last windows are added to, or removed from, the searched windows when
-    `known`, one of them, is added or removed."""
+    """Return the texts of `alike` whose last windows join or leave the searched windows when `known`, one of
+    them, is added or removed."""
     if len(alike) <= ALIKE_TRIED_MAX:
         return ()
     return tuple(alike) if len(alike) == ALIKE_TRIED_MAX + 1 else (known,)

@@ -92,12 +92,12 @@ def test_nothing_of_a_request_that_says_no_store_is_saved_when_it_missed() -> No
         (
             0,
             "ttl_s",
-            "0.0 is not above 0 and at most 315360000 seconds (ten years); leave it out to keep chunks",
+            "0.0 must be above 0 and at most 315360000 seconds (ten years); leave it out to keep chunks",
         ),
         (
             -1.5,
             "ttl_s",
-            "-1.5 is not above 0 and at most 315360000 seconds (ten years); leave it out to keep",
+            "-1.5 must be above 0 and at most 315360000 seconds (ten years); leave it out to keep",
         ),
         (
             1e9,
