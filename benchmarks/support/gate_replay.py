@@ -160,8 +160,8 @@ class Search:
     """What passed within `PAIRS` prompts."""
 
 
-def run_search(world: World, quality: Quality, seed: int, trials: int = 2) -> Search:
-    """Let the product decide on a stream of recorded prompts. ``trials``: configurations per prompt."""
+def run_search(world: World, quality: Quality, seed: int) -> Search:
+    """Let the product decide on a stream of recorded prompts, with time for all configurations."""
     picks = random.Random(seed)
     keeper = ReportKeeper(None, BINDING, VERSIONS, quality)
     cell, source = Cell.of(False, 1000), source_of("replayed")
@@ -169,7 +169,7 @@ def run_search(world: World, quality: Quality, seed: int, trials: int = 2) -> Se
     for number in range(1, PAIRS + 1):
         index = picks.randrange(count)
         state = GateState(report=keeper.report, quality=quality, versions=VERSIONS)
-        chosen = choose_trials(state, cell, source, trials)
+        chosen = choose_trials(state, cell, source)
         if not chosen:
             break
         for selection in chosen:

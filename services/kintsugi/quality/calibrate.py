@@ -144,7 +144,7 @@ def calibrate(
 
 def _found(report: Report, cell: Cell, quality: Quality) -> CalibratedCell:
     standing = report.standing(cell, FILE, quality)
-    return CalibratedCell(cell, standing, standing.next is None or is_hopeless(standing, quality))
+    return CalibratedCell(cell, standing, standing.next is None or is_hopeless(standing.tally, quality))
 
 
 def _next(keeper: ReportKeeper, cell: Cell, quality: Quality) -> Selection | None:

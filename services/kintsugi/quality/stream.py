@@ -2,17 +2,17 @@
 
 A connector cannot add requests, so the code that submits requests calls `Stream.prepare_prompt` before each
 request (one that is measured then requests logprobs), `Stream.take` with its answer, and `Stream.run_one`
-when the engine is idle. The client's answer is not affected. A request that arrives meanwhile ends the
-running twin, which is run again later. What is missing of a pair, the twin, is forced
-along the served answer's tokens, up to `POSITIONS_MAX` of them:
+when the engine is idle. The client's answer is not affected. What is missing of a pair, the twin, is forced
+along the served answer's tokens, up to `POSITIONS_MAX` of them. A request that arrives meanwhile ends the
+running twin, which is run again later.
 
 - Where blending is shut, or slower with what is open, the request was prefilled in full. Its twins are blends
-  with the configurations that are to be decided next. Chunks that the request declares and the store lacks
-  are saved first.
-- Where the request was blended, the twin is a full prefill; further twins blend with the next cheaper
-  configurations. One stored chunk of the prompt is audited, too: it is prefilled again and compared with the
-  stored KV (`fusor.audit`). While there is a cheaper configuration to decide, every blend may be measured,
-  else a small share.
+  with the configurations that are not decided yet, or with the first of them if other answers wait. Chunks
+  that the request declares and the store lacks are saved first.
+- Where the request was blended, the twin is a full prefill; further twins blend with cheaper configurations.
+  One stored chunk of the prompt is audited, too: it is prefilled again and compared with the stored KV
+  (`fusor.audit`). While there is a cheaper configuration to decide, every blend may be measured, else a small
+  share.
 
 Which requests are measured is decided when they are admitted, by their namespace, the free places and a
 random id, never by their answers. A prompt that was measured before is not measured again. A blend that fails
@@ -52,7 +52,7 @@ from kintsugi.core.evidence import (
 )
 from kintsugi.core.gate import CLOSED, LEARNING, UNMEASURED, GateState
 from kintsugi.core.plan import Selection, make_trial
-from kintsugi.core.report import Allowance, Cell, Closing, ServedBlend, Standing, source_of
+from kintsugi.core.report import Allowance, Cell, Closing, ServedBlend, source_of
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
 from kintsugi.engine.auditing import StoredCopy
 from kintsugi.engine.local import Generation, Prompt
@@ -194,28 +194,30 @@ def count_positions(generation: Generation) -> int:
     return min(POSITIONS_MAX, length - ended)
 
 
-def is_hopeless(standing: Standing, quality: Quality) -> bool:
-    """Whether the next configuration is most likely beyond the limit, so that pairs would be wasted. Its mean
-    is then two standard errors above the limit; no verdict depends on it."""
-    tally, pairs = standing.tally, standing.tally.pairs
-    if pairs < HOPELESS_PAIRS:
+def is_hopeless(tally: Tally, quality: Quality) -> bool:
+    """Whether a configuration is most likely beyond the limit, so that pairs would be wasted. Its mean is
+    then two standard errors above the limit; no verdict depends on it."""
+    if tally.pairs < HOPELESS_PAIRS:
         return False
     variance: float = tally.loss * (1 - tally.loss)
-    return bool(tally.loss - 2 * (variance / pairs) ** 0.5 > quality.loss_max)
+    return bool(tally.loss - 2 * (variance / tally.pairs) ** 0.5 > quality.loss_max)
 
 
-def choose_trials(state: GateState, cell: Cell, source: str, most: int) -> list[Selection]:
-    """Return the configurations to measure next for a source in a cell: at most ``most``, from the safest to
-    the cheapest of those that have not passed. None after one that is beyond the limit."""
+def choose_trials(state: GateState, cell: Cell, source: str, most: int | None = None) -> list[Selection]:
+    """Return the configurations to measure for a source in a cell, from the safest to the cheapest of those
+    that have not passed; None after one that is beyond the limit."""
     report = state.report
     if report is None:
         return []
     allowed = state.allowance(cell, source)
     standing = report.standing(cell, source, state.quality)
     passed = max(len(standing.passed), 0 if allowed is None else len(allowed.selections))
-    if passed == len(standing.passed) and is_hopeless(standing, state.quality):
-        return []
-    return list(report.ladder[passed : passed + most])
+    found: list[Selection] = []
+    for selection in report.ladder[passed:]:
+        if len(found) == most or is_hopeless(report.tally(cell, source, selection), state.quality):
+            break
+        found.append(selection)
+    return found
 
 
 class Stream:
@@ -360,7 +362,7 @@ class Stream:
         """Compare an answer by full prefill with blends. Return whether something opened."""
         await self._run(self._twins.save_missing(pending.prompt))
         allowed = state.allowance(cell, source)
-        trials = choose_trials(state, cell, source, 1 if self._pending else 2)
+        trials = choose_trials(state, cell, source, 1 if self._pending else None)
         if pending.reason == UNMEASURED and allowed is not None:
             trials = [allowed.cheapest]
         is_changed = False
@@ -447,7 +449,7 @@ class Stream:
         self._keeper.record_served(watched)
         is_changed |= self._watch(watched)
         is_changed |= await self._audit(pending.prompt, state)
-        for selection in choose_trials(state, cell, source, 2):
+        for selection in choose_trials(state, cell, source):
             is_changed |= bool(await self._try(pending, full.top_logprobs, selection, cell, source))
         return is_changed
 

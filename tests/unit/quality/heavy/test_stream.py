@@ -213,15 +213,15 @@ def test_a_full_prefill_gets_blends_along_its_answer() -> None:
     life = Life()
     assert life.serve(DECLINED)
     life.run()
-    assert life.twins.kinds == ["save", "blend", "blend"]
-    assert life.twins.trials == [SAFEST, NEXT]
+    assert life.twins.kinds == ["save", *["blend"] * len(LADDER)]
+    assert life.twins.trials == [*LADDER]
     trial = life.twins.calls[1][1]
     assert trial.forced == [5, 5, 5]
     assert trial.top_logprobs == TOP_LOGPROBS
     assert life.tally().pairs == life.tally(NEXT).pairs == 1
     assert (life.tally().loss, life.tally().cost) == (0.0, SAFEST.ratio)
     assert life.tally().sizes == ((7, 1),), "200 tokens a chunk"
-    assert life.stream.counts.pairs == 2
+    assert life.stream.counts.pairs == len(LADDER)
 
 
 def test_with_more_answers_waiting_one_configuration_is_tried() -> None:
@@ -237,7 +237,7 @@ def test_every_twin_has_kv_of_its_own() -> None:
     life.serve(DECLINED)
     life.run()
     tags = {prompt.params.trial.tag for _, prompt in life.twins.calls[1:]}  # type: ignore[union-attr]
-    assert len(tags) == 2
+    assert len(tags) == len(LADDER)
 
 
 def test_a_prompt_that_no_blend_takes_is_no_pair() -> None:
@@ -255,7 +255,7 @@ def test_a_failed_twin_is_the_worst_loss() -> None:
     life.serve(DECLINED)
     life.run()
     assert life.tally().failed == life.tally().pairs == 1
-    assert (life.stream.counts.failed, life.stream.counts.pairs) == (2, 0)
+    assert (life.stream.counts.failed, life.stream.counts.pairs) == (len(LADDER), 0)
 
 
 @pytest.mark.parametrize("kind", ["save", "blend"])
@@ -273,7 +273,7 @@ def test_after_an_interruption_no_pair_is_recorded_twice() -> None:
     life = Life()
     life.serve(DECLINED)
     life.twins.arrival = lambda: setattr(life.twins, "arrival", lambda: life.stream.note_arrival(0))
-    life.run()  # the second of two trials is interrupted
+    life.run()  # the second trial is interrupted
     assert (life.tally().pairs, life.tally(NEXT).pairs, life.stream.pending) == (1, 0, 1)
     life.run()
     assert (life.tally().pairs, life.tally(NEXT).pairs, life.stream.pending) == (1, 1, 0)
@@ -402,11 +402,13 @@ def test_a_configuration_beyond_the_limit_is_no_longer_measured() -> None:
 
 
 def test_trials_follow_what_passed() -> None:
-    def trials(report: Report, most: int = 2) -> list[Selection]:
+    def trials(report: Report, most: int | None = None) -> list[Selection]:
         return choose_trials(GateState(report=report, versions=VERSIONS), CELL, SOURCE, most)
 
-    assert trials(report_of()) == [SAFEST, NEXT]
-    assert trials(open_report()) == [NEXT, THIRD]
+    assert trials(report_of()) == [*LADDER]
+    assert trials(open_report()) == [*LADDER[1:]]
+    beyond = entry_of(pairs=HOPELESS_PAIRS, loss=0.5, selection=THIRD)
+    assert trials(open_report().with_part(part_of(beyond, writer="other"), AT)) == [NEXT]
     assert trials(open_report(), 1) == [NEXT]
     assert trials(open_report(rungs=len(LADDER))) == []
     assert choose_trials(GateState(), CELL, SOURCE, 2) == []
@@ -463,10 +465,10 @@ def test_a_blend_gets_a_full_prefill_an_audit_and_cheaper_blends() -> None:
     assert life.serve(blended())
     assert life.stream.is_next_blend
     life.run()
-    assert life.twins.kinds == ["full", "audit", "blend", "blend"]
+    assert life.twins.kinds == ["full", "audit", *["blend"] * (len(LADDER) - 1)]
     full = life.twins.calls[0][1]
     assert (full.params, full.forced) == (None, [5, 5, 5])
-    assert life.twins.trials == [NEXT, THIRD]
+    assert life.twins.trials == [*LADDER[1:]]
     assert life.tally().pairs == ENOUGH_PAIRS + 1
     assert life.tally(NEXT).pairs == life.tally(THIRD).pairs == 1
     assert life.stream.counts.audited == 1

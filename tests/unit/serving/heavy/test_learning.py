@@ -18,6 +18,7 @@ from kintsugi.core.deploy import ModelSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.evidence import Quality
 from kintsugi.core.gate import GateState, decide
+from kintsugi.core.report import LADDER
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.local import Generation, Prompt
@@ -184,20 +185,20 @@ def open_engine() -> StubEngine:
 def test_an_answer_is_measured_behind_everything_else_and_the_evidence_is_published() -> None:
     async def test(engine: StubEngine, learning: Learning) -> None:
         serve(engine)
-        await until(lambda: learning.stream.counts.pairs == 2)
+        await until(lambda: learning.stream.counts.pairs == len(LADDER))
 
     engine = live(test)
     assert PRIORITY > FILL_PRIORITY
-    assert engine.calls == [("blend", PRIORITY)] * 2
+    assert engine.calls == [("blend", PRIORITY)] * len(LADDER)
 
 
 def test_evidence_reaches_the_stores_report_and_the_engines_gate() -> None:
     async def test(engine: StubEngine, learning: Learning) -> None:
         serve(engine)
-        await until(lambda: learning.stream.counts.pairs == 2)
+        await until(lambda: learning.stream.counts.pairs == len(LADDER))
         engine.now_s = 60.0
         serve(engine)
-        await until(lambda: learning.stream.counts.pairs == 4)
+        await until(lambda: learning.stream.counts.pairs == 2 * len(LADDER))
         report = reports.fetch_report(engine.store, BINDING)
         assert report is not None
         assert report.tally(CELL, SOURCE, SAFEST).pairs >= 1
