@@ -54,7 +54,7 @@ vllm:prompt_tokens_by_source_total{{engine="0",model_name="m",source="local_comp
 vllm:prompt_tokens_by_source_total{{engine="0",model_name="m",source="local_cache_hit"}} {cached}
 vllm:prompt_tokens_by_source_total{{engine="0",model_name="m",source="external_kv_transfer"}} 500.0
 """
-BLENDED = """# HELP kintsugi_blend_tokens_hit_total Sum over blended requests of tokens_hit
+BLENDED = """# HELP kintsugi_blend_tokens_hit_total Sum of tokens_hit over blended requests
 # TYPE kintsugi_blend_tokens_hit_total counter
 kintsugi_blend_tokens_hit_total{engine="0",model_name="m"} 400.0
 # HELP kintsugi_requests_total Requests

@@ -1,4 +1,4 @@
 """The vLLM plugin: a KV connector that plans, loads, blends and saves.
 
-Only here are internals of vLLM known.
+Only this package knows internals of vLLM.
 """

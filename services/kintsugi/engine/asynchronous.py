@@ -78,8 +78,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNABLE = frozenset((*DeclineReason, "self_test_failed"))
-"""Permanent reasons that only the worker finds. Other reasons may end, as when a report or the store
-arrives."""
+"""Permanent reasons that only the worker finds. Other reasons may disappear, for instance when a report
+arrives or the store answers."""
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor's path. On CPUs vLLM changes the short name `uni` into `mp`, regardless of the binding."""
@@ -116,8 +116,8 @@ class AsyncSpec:
 
     @staticmethod
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
-        """Return the engine of a service's configuration. Reads the tokenizer if there is a context. Raises
-        as `encode_context`, `load_form` and `reference.fetch_model` do."""
+        """Return the description of the engine that a service's configuration asks for. Reads the tokenizer
+        if there is a context. Raises as `encode_context`, `load_form` and `reference.fetch_model` do."""
         connector: dict[str, Any] = {"codec": model.codec, **engines.expert.connector}
         connector.setdefault("quality", engines.quality)
         arguments: dict[str, Any] = dict(engines.vllm)
@@ -229,7 +229,7 @@ class AsyncEngine(EngineBackend):
     """The `AsyncLLM`, for vLLM's own handling of OpenAI requests; None once closed."""
 
     def __init__(self, spec: AsyncSpec, parts: EngineParts) -> None:
-        """Take ownership of the parts. Not ready before `warm_up`."""
+        """Take ownership of the parts. The engine is not ready before `warm_up`."""
         from kintsugi.engine.scheduler.gate import prefix_of, tokenizer_of
 
         self._config = spec.config
@@ -361,7 +361,8 @@ class AsyncEngine(EngineBackend):
             raise Unavailable("the engine's process has ended; a new engine starts")
 
     def when_ended(self, act: Callable[[], None]) -> None:
-        """Call ``act`` on the event loop when the engine's process ends unexpectedly, not after `close`."""
+        """Call ``act`` on the event loop if the engine's process ends unexpectedly, which excludes an end by
+        `close`."""
         # vLLM does not report it, but the task that reads the core's answers ends with the core.
         self.client.output_handler.add_done_callback(lambda task: None if task.cancelled() else act())
 

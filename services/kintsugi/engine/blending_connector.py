@@ -95,7 +95,8 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "shard (kintsugi store serve) and name it: grpc://host:port",
             )
         store = open_store(config.store)
-        # Per step, blends compute half of what a prefill may: a decode waits no longer for a blend.
+        # Blends compute at most half as many tokens per step as a prefill, so a decode waits no longer for a
+        # blend than for a prefill.
         slice_tokens = max(1, vllm_config.scheduler_config.max_num_batched_tokens // 2)
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
@@ -136,7 +137,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a dropped blend only costs a prefill."""
+        """False: a dropped blend costs no more than a prefill."""
         return False
 
     # Scheduler role
@@ -225,7 +226,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        # For vLLM's log line, which a service may never write: the data is kept until then.
+        # For vLLM's log line. The data is kept until vLLM writes it, which a service may never do.
         return BlendStats(data={name: amount for name, amount in (data or {}).items() if name != TOLD})
 
     @classmethod

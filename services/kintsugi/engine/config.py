@@ -42,7 +42,7 @@ class EngineConfig:
     writes before a user's message; without a template, the tokenizer's special tokens before a text."""
 
     portable: bool = True
-    """Whether chunks that were prefilled after the prefix may be used after another one."""
+    """Whether chunks that were prefilled after the prefix may be used in prompts with another prefix."""
 
     context_token_ids: list[int] = field(default_factory=list)
     """Natural text between the prefix and each chunk while the chunk is prefilled. Empty: none."""
@@ -56,11 +56,11 @@ class EngineConfig:
     """Path of a report. None: the store's report for the model's fingerprint."""
 
     report_poll_ms: int = 5_000
-    """Period at which the report is read again: how long a change takes to be noticed."""
+    """Period at which the report is read again: the longest time until a change is noticed."""
 
     quality: Quality = Quality.BALANCED
-    """How much a blend may lose, and so what the evidence must show before prompts are blended: `strict`,
-    `balanced`, or `off`, which tests nothing and blends by `ratio`, `selector` and `check_layer`."""
+    """How much a blend may lose. `strict` and `balanced`: prompts are blended only after the evidence shows a
+    smaller loss. `off`: nothing is tested, and blends use `ratio`, `selector` and `check_layer`."""
 
     audits: bool = False
     """Accept requests that audit stored chunks (`op=audit`), and trials of configurations. Kintsugi's own
@@ -71,9 +71,9 @@ class EngineConfig:
     """Save chunks and blend nothing; no report is read. For precompute's workers."""
 
     ratio: float = 0.15
-    """Recompute ratio of requests that name none: the share of the hit tokens that a blend recomputes. Used,
-    like the next two settings, while `quality` is off; otherwise by what passed. A service's shards use this
-    ratio to choose tiers."""
+    """Recompute ratio of requests that name none: the share of the hit tokens that a blend recomputes. This
+    and the next two settings apply only while `quality` is off; otherwise the configuration that passed
+    applies. A service's shards use this ratio to choose tiers."""
 
     selector: str = SelectorName.HKVD
     """Selector of requests that name none, while `quality` is off."""
@@ -88,8 +88,8 @@ class EngineConfig:
 
     loading_controller: bool = True
     """Prefill a prompt in full if a blend is predicted to be slower, recompute chunks that load slowly, and
-    raise the ratio if loading hides the extra work. Off: blend everything that can be blended, for
-    measuring."""
+    raise the ratio if loading hides the extra work. Off: blend everything that can be blended, as
+    measurements need."""
 
     layer_deadline_ms: int = 2_000
     """Maximum time to load a layer. A layer that takes longer is lost, and its chunks are recomputed."""
@@ -99,8 +99,8 @@ class EngineConfig:
 
     discovery_namespace: str = ""
     """Namespace of requests that name none, which are then discovered, too (docs/adr/0013); each `cache_salt`
-    makes a sub-namespace. Empty: such requests are left to vLLM. Their callers share the discovered chunks,
-    so set a namespace only if they may know each other's texts."""
+    makes a sub-namespace. Empty: such requests are left to vLLM. All callers without a namespace share the
+    discovered chunks, so set one only if they may know each other's texts."""
 
     self_test: bool = True
     """Check at start that a blend equals the engine's own prefill. Off: a defect would go unnoticed."""

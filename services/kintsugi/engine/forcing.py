@@ -28,7 +28,7 @@ class TeacherForcing(AdapterLogitsProcessor):  # type: ignore[misc]
 
 
 class _Forced:
-    """Forces one request's tokens in order, and nothing after the last of them."""
+    """Forces one request's tokens in order; after the last one, the model continues freely."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = list(token_ids)

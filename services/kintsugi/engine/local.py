@@ -72,7 +72,7 @@ class Prompt:
     max_tokens: int = 16
     """Maximum tokens of the answer."""
     cache_salt: str | None = None
-    """vLLM's `cache_salt`. The connector sets it to the namespace; set one only to test that."""
+    """vLLM's `cache_salt`. The connector sets it to the namespace; set it only to test this."""
     top_logprobs: int = 0
     """Number of most likely tokens whose logprobs are returned at each step, beside the chosen one's."""
     ignore_eos: bool = False
@@ -344,8 +344,8 @@ class LocalEngine:
 
 @dataclass(frozen=True)
 class _Sampling:
-    """The fields of vLLM's `SamplingParams` that a request for a single answer may set. None: the model's
-    default."""
+    """The fields of vLLM's `SamplingParams` that a request for a single answer may set. A field that is None
+    has the model's default."""
 
     __pydantic_config__ = STRICT
 

@@ -1,8 +1,8 @@
 """Makes the kernel read an engine's files before the engine needs them, and keeps them in the page cache.
 
 An engine that starts long after the last one finds its libraries and weights only on disk. Imports would read
-them page by page, in the order of the code; requested in order and in advance, they are read in long runs. A
-running engine keeps the files in memory for its successor.
+them page by page, in the order of the code. If the files are requested in order and in advance, the kernel
+reads them in long runs. A running engine keeps the files in memory for its successor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ FILES_MAX = 50_000
 BYTES_MAX = 4 << 30
 """Maximum bytes to read. The end of a larger checkpoint would evict its beginning from memory."""
 PIECE_BYTES = 128 << 10
-"""Bytes per request: Linux reads at most the disk's largest transfer, which is seldom smaller."""
+"""Bytes per request. Linux reads at most the disk's largest transfer at a time, which is seldom smaller than
+this."""
 KEEP_PERIOD_S = 60.0
 """Period of reading files again. Reading 1.4 GB that are in memory takes 0.06 s of CPU; nothing is copied."""
 READING_SHARE_MAX = 0.01
@@ -35,7 +36,8 @@ def prefetch_engine(model: str | Path) -> int:
     `SUFFIXES`, up to `BYTES_MAX`. Returns the number of bytes.
 
     Returns before they are read. Costs a few system calls per file and one per `PIECE_BYTES`; the kernel
-    reads no file that is in memory. Never raises: a file that cannot be opened is read later, or fails there.
+    reads no file that is in memory. Never raises: a file that cannot be opened now is read, or fails, when
+    the engine needs it.
     """
     if not hasattr(os, "posix_fadvise"):
         return 0
@@ -78,7 +80,7 @@ def files_in_use(model: str | Path) -> list[str]:
 def read_through(paths: Iterable[str]) -> int:
     """Make the kernel read files without copying them, at most `BYTES_MAX`. Returns the number of bytes.
 
-    The kernel then counts their pages as used. Skips files that cannot be read.
+    The kernel then treats their pages as recently used. Skips files that cannot be read.
     """
     total = 0
     with open(os.devnull, "wb") as nowhere:

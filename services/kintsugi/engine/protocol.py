@@ -113,7 +113,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     discovered: list[SaveJob] = field(default_factory=list)
     """Saves of discovered segments, for which no request waits. A step begins at most one batch."""
     idle_tokens: int = 0
-    """Work that saves of discovered segments may do in this step, in tokens computed in all layers; 0:
+    """Work that saves of discovered segments may do in this step: a number of tokens through all layers; 0:
     none."""
 
     @property

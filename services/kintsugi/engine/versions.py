@@ -1,4 +1,4 @@
-"""The versions of vLLM that blend, as refusals and the documentation name them.
+"""The versions of vLLM with which Kintsugi blends. Error messages and the documentation name them.
 
 Whether the installed vLLM blends depends on its names and signatures (`engine.worker.hooks`), not on its
 version: this table only records what is known of each version.

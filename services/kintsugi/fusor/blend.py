@@ -95,9 +95,9 @@ class ActiveSet:
     positions: Tensor
     """Ascending."""
     always: Tensor
-    """Rows of `positions` that no selection drops."""
+    """Rows of `positions` that no selector may drop."""
     candidates: Tensor
-    """Rows of `positions` that a selection may drop."""
+    """Rows of `positions` that a selector may drop."""
     on_host: Tensor | None
     """The positions on the host; None if they were selected on the device."""
 
@@ -160,7 +160,7 @@ class BlendPass(SlicedWork):
             self._loader = None
 
     def _start(self) -> None:
-        """Begin at layer 0 with the plan as it stands."""
+        """Begin at layer 0 with the current plan."""
         self.close()
         # Before the loader starts its threads, so that an error here leaves no threads behind.
         self._place_tokens()
@@ -342,7 +342,8 @@ class BlendPass(SlicedWork):
         return loaded
 
     def _wait_for(self, poll: Callable[[float], T | None]) -> Units[T]:
-        """Poll until something has arrived; yields `WAITING` meanwhile. `poll` takes the seconds waited."""
+        """Poll until something has arrived; yields `WAITING` meanwhile. `poll` is called with the seconds
+        waited so far."""
         asked = time.perf_counter()
         self.watch.stop()
         self._waits.start()
@@ -471,8 +472,7 @@ class BlendPass(SlicedWork):
 
     @property
     def _cut(self) -> Cut:
-        """The active set cut into units. Prepared on first use, because a set may be filtered before it is
-        used."""
+        """The active set, cut into units on first use, because a set may be filtered before it is used."""
         if self._prepared is None:
             active = self._active
             positions = active.positions if active.on_host is None else active.on_host

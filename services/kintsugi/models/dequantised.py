@@ -81,7 +81,7 @@ _FAMILIES = {
         splits_words=False,
         rotates_pairs=False,
         stops_at_padding=True,
-        # Without a version, transformers warns that the tokenizer may be an incorrect one of Mistral's.
+        # Without a version, transformers warns that this may be one of Mistral's faulty tokenizers.
         config={
             "architectures": ["Qwen2ForCausalLM"],
             "use_sliding_window": False,

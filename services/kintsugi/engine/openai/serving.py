@@ -80,7 +80,7 @@ class SegmentParams(TokenizeParams):  # type: ignore[misc]
 
 
 class _OurRequest:
-    """Overrides for every kind of request. It must precede vLLM's class among the bases."""
+    """Overrides for every kind of request. This class must precede vLLM's among the bases."""
 
     _call_state: Any
     cache_salt: str | None
@@ -118,8 +118,8 @@ class OurResponsesRequest(_OurRequest, ResponsesRequest):  # type: ignore[misc]
     _call_state: Any = PrivateAttr(None)
 
     def build_tok_params(self, model_config: Any) -> Any:
-        """Truncate a prompt at its beginning, as OpenAI does, with room for an answer. vLLM would cut off the
-        question instead."""
+        """Truncate a prompt at its beginning, as OpenAI does, so that an answer has room. vLLM would cut off
+        the question instead."""
         params = super().build_tok_params(model_config)
         if params.truncate_prompt_tokens is None:
             return params

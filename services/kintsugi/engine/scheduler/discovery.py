@@ -58,7 +58,7 @@ SLICE_TOKENS = 64
 """Work per step, in tokens computed in all layers. A request that arrives meanwhile waits for it."""
 AWAKE_S = 10.0
 """Time for which saves keep an idle engine stepping. Later saves wait until after the next request. Stopping
-an engine may take as long."""
+an engine may be delayed by this time."""
 HOLD_S = 30.0
 """Time for which saves keep an idle engine stepping to finish the current batch, which holds cache blocks."""
 BATCH_TOKENS_MAX = 2048
@@ -68,7 +68,8 @@ POOL_SHARE_MAX = 0.125
 
 
 class Discovery:
-    """Finds and counts an engine's recurring segments. Except `match`, called from the scheduler's thread."""
+    """Finds and counts an engine's recurring segments. All methods except `match` are called from the
+    scheduler's thread."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class Discovery:
     def is_ready(self) -> bool:
         """Whether prompts are discovered: the tokens' classes are loaded, and the store's erasures are
         known."""
-        # A text that is seen before erasures are known may be erased unnoticed.
+        # While erasures are not known, a seen text may already be erased.
         if self._salts.cursor is None:
             return False
         # A lookup that waited for the classes would miss its deadline, and the store would be suspended.
@@ -142,7 +143,8 @@ class Discovery:
         if named:
             match = match_spans(store, space, named, prompt, shared).with_others(match)
         if first is None and space.prefix_token_ids:
-            # The first segment may hold a BOS, which occurs nowhere else, and vLLM's prefix cache finds it.
+            # The first segment may contain a BOS, which occurs nowhere else; vLLM's prefix cache finds this
+            # segment anyway.
             segments = [span for span in segments if span.start]
         keyed = []
         for span in outside(segments, match.spans):
@@ -205,8 +207,9 @@ class Discovery:
         )
 
     def take(self, tokens_max: int) -> list[Recurring]:
-        """Return the next segments to save together (`Backlog.take`); none if none wait or saving has used up
-        its share. Drops segments of namespaces in which chunks were erased since they were queued."""
+        """Return the next segments to save together (`Backlog.take`); an empty list if none wait or saving
+        has used up its share. Drops segments of namespaces in which chunks were erased since they were
+        queued."""
         while self.backlog.is_due:
             segments = self.backlog.take(tokens_max)
             first = segments[0]
@@ -277,7 +280,7 @@ class IdleSaves:
         return quiet_s < AWAKE_S and self._discovery.backlog.is_due and not self._is_store_suspended
 
     def wake(self) -> None:
-        """Keep the engine stepping for as long as after a request."""
+        """Keep the engine stepping for the same time as after a request."""
         self._busy_s = self._clock()
 
     def step(self, computes: bool, may_begin: bool, metadata: StepMetadata, is_store_suspended: bool) -> None:
@@ -298,8 +301,9 @@ class IdleSaves:
             metadata.idle_tokens = SLICE_TOKENS
 
     def _begin(self) -> list[SaveJob]:
-        """Make the jobs of the next segments: all segments of the first copy, then all of the next. Empty if
-        no segment waits. A segment without room in the cache is dropped, and queued when it next occurs.
+        """Make the jobs of the next segments: first one copy of all segments, then the next copy of all.
+        Empty if no segment waits. A segment without room in the cache is dropped, and queued when it next
+        occurs.
         """
         if self.pool is None:
             return []

@@ -1,7 +1,7 @@
 """Reads the report at start and at changes. `core.gate` decides what the report permits.
 
 A thread polls the report, so that a request costs few dictionary reads. If the store does not answer, the
-last state stays. Until the first answer the gate is closed.
+gate keeps its last state. Until the first answer the gate is closed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ReadReport = Callable[[Binding], bytes | None]
 class StoreReports:
     """Reads the report of one binding from the chunk store.
 
-    Never returns to an older report: the only shard that answers may have missed a closing."""
+    Never returns to an older report, because the only shard that answers may have missed a closing."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
@@ -93,11 +93,11 @@ class Gate:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether no report decides."""
+        """Whether the state is fixed and no report changes it."""
         return self._read is None
 
     def start(self) -> Gate:
-        """Read once now, then keep reading in the background until `close`."""
+        """Read the report now, then repeatedly in the background until `close`."""
         self.refresh()
         self._thread = threading.Thread(target=self._poll, name="kintsugi-gate", daemon=True)
         self._thread.start()

@@ -123,7 +123,7 @@ class _ForkedHasher:
         if len(known) + len(head) <= self._first_block:
             return head
         head[-1] = type(head[-1])(blake3.blake3(self._tag + head[-1]).digest())
-        # The ordinary hasher continues from the last known name: show it the renamed block.
+        # The ordinary hasher continues from the last known name, so it must see the renamed block.
         known.extend(head)
         tail = ordinary(request)
         del known[len(known) - len(head) :]
@@ -131,8 +131,8 @@ class _ForkedHasher:
 
 
 class Salts:
-    """Salts of all namespaces, which a thread changes by the store's erasures. Except `refresh`, methods may
-    be called from any thread."""
+    """Salts of all namespaces. A thread changes them after erasures in the store. All methods except
+    `refresh` may be called from any thread."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
@@ -142,7 +142,7 @@ class Salts:
         self._erased: dict[str, int] = {}
         """Number of erasures in each namespace since this engine started."""
         self._erased_whole: dict[str, int] = {}
-        """Number of erasures of each whole namespace, which include its parts."""
+        """Number of erasures of each whole namespace; each of them also covers the namespace's parts."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kintsugi-salts", daemon=True)
 

@@ -35,7 +35,7 @@ LOOKUPS_MAX = 256
 ANSWER_BYTES_MAX = 64 << 20
 """Maximum size of the answers that wait for their requests to be planned."""
 NO_ANSWER = (DeadlineExceeded, Unavailable)
-"""Errors of a store that did not answer; any other error is an answer."""
+"""Errors of a store that did not answer. Every other error counts as an answer."""
 SILENT = frozenset((*(error.__name__ for error in NO_ANSWER), "load_timeout", "stream_ended", "shard_silent"))
 """First words of the reasons of loads that failed because the store did not answer or broke off. A store that
 lacks a chunk or holds damaged bytes has answered."""
@@ -79,8 +79,9 @@ class Lookups:
         self._deadline_s = deadline_ms / 1e3
         self._codecs = codecs
         self._breaker = CircuitBreaker(failures_max=1)
-        """Opens at the first failure, so that a store that does not answer delays one prompt only. Only
-        `_probe` closes it: an answer to an earlier lookup does not show that the store works now."""
+        """The breaker opens at the first failure, so that a store that does not answer delays only one
+        prompt. Only `_probe` closes it: an answer to an earlier lookup does not show that the store works
+        now."""
         self._has_waited = False
         """Whether the current step has waited for a lookup."""
         self._open: set[Lookup] = set()
@@ -89,7 +90,7 @@ class Lookups:
         """Number of lookups that may still begin in this step; None: not computed yet."""
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="kintsugi-probe")
-        """A separate thread, so that hanging lookups do not delay a probe, nor a hanging probe a lookup."""
+        """A separate thread, so that lookups and probes that hang do not delay each other."""
         self._probing: Future[None] | None = None
 
     def step_began(self) -> None:
@@ -103,7 +104,7 @@ class Lookups:
 
     @property
     def has_room(self) -> bool:
-        """Whether another lookup may begin. Computed once per step, as many requests may ask."""
+        """Whether another lookup may begin. Computed once per step, because many requests may need it."""
         if self._room is None:
             answers = [lookup.answer for lookup in self._open]
             is_full = sum(answer.num_bytes for answer in answers if answer) >= ANSWER_BYTES_MAX
@@ -145,7 +146,8 @@ class Lookups:
 
     def _suspend(self, lookup: Lookup) -> None:
         """Stop using the store until it answers a probe in time. The first probe starts at once, because the
-        store may only have been late. It asks for the same chunks: others may lie in a healthy shard."""
+        store may only have been late. It looks up the same chunks, because others may be in a healthy
+        shard."""
         if not self.is_store_suspended:
             self._breaker.record_failure()
             self._begin_probe(lookup.ask)

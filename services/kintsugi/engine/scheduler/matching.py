@@ -87,11 +87,11 @@ class Match:
 
 
 def outside(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Return the spans that overlap none of the others. Both are ascending and disjoint."""
+    """Return the spans that overlap none of ``others``. Both lists are ascending and disjoint."""
     ends = [span.end for span in others]
     free = []
     for span in spans:
-        # The first of the others that ends after the span's start.
+        # The first other span that ends after this span's start.
         at = bisect_right(ends, span.start)
         if at == len(others) or others[at].start >= span.end:
             free.append(span)
@@ -99,9 +99,8 @@ def outside(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
-    """Return the match without chunks in other codecs: a calibration covers one codec, and `raw` is lossless.
-
-    None: all codecs are accepted.
+    """Return the match without chunks in codecs other than ``codecs`` (None: all are accepted): a calibration
+    covers one codec, and `raw` is lossless.
     """
     if codecs is None:
         return match
@@ -266,7 +265,7 @@ def without_prefix(
     otherwise the cache is used if it holds more than half of the prompt.
 
     At this point the prefix cache has been searched for exact KV only. If a blend of all chunks is cached,
-    exact KV ends where the blend's names begin, so the next request finds that blend again.
+    its exact KV ends where its own block names begin, so the next request finds that blend again.
     """
     if num_computed <= exact_end(match.spans, space, prompt_token_ids):
         return match

@@ -63,7 +63,7 @@ class RequestState:
     shared: ChunkSpace | None
     """The space of the namespace whose chunks it may also use."""
     planner: Planner
-    """Plans with the selection that the gate allowed at admission, regardless of later reports."""
+    """The planner, with the selection that the gate allowed at admission, regardless of later reports."""
     permit: Permit
     """What the gate permitted at admission."""
     is_discovered: bool
@@ -132,8 +132,8 @@ def values_of(request: Request) -> Any:
 
 def check_request(request: Request, local_chunk: int | None) -> None:
     """Raise `NotBlendable` for a request with inputs other than token ids, or one that is too long for layers
-    that attend within ``local_chunk`` positions. Beyond these, a border may split a chunk, whose tokens would
-    then attend to less than in the chunk's own prefill."""
+    that attend within ``local_chunk`` positions. In a longer prompt a border may split a chunk, and its later
+    tokens would attend to less than in the chunk's own prefill."""
     if request.lora_request is not None:
         raise NotBlendable("lora", "chunk KV belongs to the base model")
     if request.mm_features:
@@ -156,7 +156,7 @@ def check_request(request: Request, local_chunk: int | None) -> None:
 def permit_blend(
     gate: GateState, planner: Planner, request: Request, params: KintsugiParams, is_discovered: bool
 ) -> tuple[Planner, Permit]:
-    """Return a planner that plans with what the request may use, and the permission. Raises
+    """Return a planner restricted to the configurations that the request may use, and the permission. Raises
     `NotBlendable`."""
     if params.trial is not None:
         selection = selection_of(params.trial)
@@ -181,8 +181,9 @@ def take_beside_named(
     match: Match, state: RequestState, num_computed: int, num_ranks: int, has_windows: bool, plain_end: int
 ) -> tuple[Match, tuple[Span, ...]]:
     """Choose the discovered chunks that a blend uses in addition to the named ones. Returns the match with
-    them, and the spans for new names of the blocks; none if the present names suffice, as they do unless a
-    chunk before the fork is approximate. ``plain_end``: end of the KV that plain prompts may use.
+    them, and the spans from which the blocks get new names. There are no such spans if the present names
+    suffice, which they do unless a chunk before the fork is approximate. ``plain_end``: end of the KV that
+    plain prompts may use.
 
     If the evidence does not cover all chunks together, including those in vLLM's prefix cache, only the
     named chunks are used, and the names differ from those of blends with other chunks.

@@ -1,7 +1,7 @@
 """Checks at start that only requests with the same plan find a blend's blocks.
 
 It uses a small separate instance of vLLM's prefix cache without KV: a plain and a forked request of the same
-tokens leave their blocks in it and look for each other's.
+tokens store their blocks in it, and each looks for the other's.
 """
 
 from __future__ import annotations

@@ -213,8 +213,10 @@ class SchedulerSide:
         check_request(request, self.local_chunk)
 
     def _fork(self, request: Request, state: RequestState, spans: tuple[Span, ...]) -> None:
-        """Give the blocks of this blend their own names, from the first block that is not exact."""
-        # By the lowest ratio: the planner may raise it, which is never worse and keeps this name.
+        """Rename the blocks of this blend, from the first block that is not exact, so that only equal blends
+        find them."""
+        # Named after the lowest ratio: the planner may raise the ratio, which never makes the KV worse and
+        # keeps the name.
         selection = state.permit.selection
         asking = request.prompt_token_ids if depends_on_question(selection) else ()
         digest = plan_digest(state.space, spans, selection, asking, state.takes_others)
@@ -249,7 +251,8 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after ``num_computed`` the worker will compute: all but the last, or 0.
 
-        None: ask again, as the store has not answered yet or the blend waits (`scheduler.requests`).
+        None: vLLM asks again in the next step, because the store has not answered yet or the blend waits
+        (`scheduler.requests`).
         """
         state = self._states.get(request.request_id)
         if state is None or state.is_final:
@@ -406,8 +409,8 @@ class SchedulerSide:
         state.has_hits, state.checked_at = bool(hits), num_computed
 
     def _block_name(self, request: Request, state: RequestState, end: int) -> bytes | None:
-        """Return `RequestState.block_name` for hits up to ``end``; None if the request wants its own blend's
-        figures."""
+        """Return `RequestState.block_name` for hits up to ``end``; None if the request needs the figures of
+        its own blend."""
         names = request.block_hashes[: end // self.hash_block_size]
         is_shared = self.caches_prefixes and not (state.params.explain or state.params.timeline)
         return bytes(names[-1]) if names and is_shared else None

@@ -161,7 +161,7 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._amounts = {
             name: counter(
-                f"kintsugi_blend_{name}", f"Sum over blended requests of {name}", labelnames=labelnames
+                f"kintsugi_blend_{name}", f"Sum of {name} over blended requests", labelnames=labelnames
             )
             for name in AMOUNTS
         }
@@ -211,7 +211,7 @@ class Ttft:
     predicted_s: float | None
 
     def added_to(self, accounting: Accounting) -> Accounting:
-        """Return the accounting with both times in milliseconds."""
+        """Return the accounting with the measured and the predicted time, in milliseconds."""
         predicted_ms = None if self.predicted_s is None else round(self.predicted_s * 1e3, 3)
         ttft_ms = round(self.measured_s * 1e3, 3)
         return replace(accounting, ttft_ms=ttft_ms, predicted_ttft_ms=predicted_ms)

@@ -169,7 +169,7 @@ def _total_heads(model: LoadedModel, layer: Layer) -> int:
     own, (_, ranks) = layer.kv.heads, rank_and_size()
     if ranks == 1:
         return own
-    # vLLM's projections know the total of their layer. The config's total is that of most layers.
+    # vLLM's projections know the number of KV heads of their layer. The config has the number of most layers.
     found = [getattr(module, "total_num_kv_heads", None) for module in layer.module.modules()]
     totals = [*filter(None, found), model.vllm_config.model_config.get_total_num_kv_heads()]
     for total in totals:

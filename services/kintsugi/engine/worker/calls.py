@@ -293,7 +293,8 @@ def _stream_between(layer: int, before: _Seen, after: _Seen) -> _Streams:
 
 
 def _states_of(only: _Seen) -> int:
-    """Return the index of the states among a single layer's arguments, by the shape of its first output."""
+    """Return the index of the argument that holds the states in a model of one layer: the one with the shape
+    of the first output."""
     shape = only.outputs[0].shape
     for index, value in enumerate(only.arguments):
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape:
@@ -310,7 +311,8 @@ def _token_dim_of(first: _Seen, num_tokens: int) -> int:
 
 
 def _role_of(layer: int, value: Any, other: Any, seen: Any) -> Any:
-    """Return an argument's role, from its values in two runs without computed layers and one with them."""
+    """Return an argument's role, derived from its values in three runs: two in which layers only return their
+    input, and one real."""
     if not isinstance(value, Tensor):
         if value is other or (type(value) is type(other) and bool(value == other)):
             return value

@@ -53,8 +53,8 @@ def reserve_memory(device: torch.device) -> float:
 
 
 def pass_bytes(model: LoadedModel, job: BlendJob) -> int:
-    """Return the maximum device memory of a blend that loses no chunk. Excludes the working memory of a unit:
-    vLLM's profile covers a prefill of the same number of tokens."""
+    """Return the maximum device memory that a blend needs if it loses no chunk. Excludes the working memory
+    of a unit: vLLM's profile covers a prefill of the same number of tokens."""
     selection, start, num_tokens = job.plan.selection, job.tokens.start, len(job.tokens.token_ids)
     selector = make_selector(selection, len(model.layers))
     end = start + num_tokens + depends_on_question(selection)

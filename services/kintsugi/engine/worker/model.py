@@ -122,7 +122,7 @@ class LatentKV(HeadsKV):
         nope, rotary = query[..., :width], query[..., width:]
         absorbed = query.new_empty(query.shape[1], len(query), self.value_width)
         packed, scale = attention.impl._w_uk_packed, attention.impl._w_scale
-        # What `vllm._custom_ops.bmm_cpu` calls; older versions have neither, nor the packed weights.
+        # `vllm._custom_ops.bmm_cpu` calls this. Older versions lack both, and have no packed weights either.
         torch.ops._C.bmm_cpu(absorbed, nope.transpose(0, 1), packed, True, scale)
         return torch.cat((rotary, absorbed.transpose(0, 1)), -1)
 
@@ -158,7 +158,8 @@ class CacheGroup:
         """Return the backend's metadata of one batch, which stays valid when later batches are built."""
         prefill_backend = getattr(self.builder, "_prefill_backend", None)
         if prefill_backend is not None:
-            # Of latent attention: it keeps the metadata built last, and passes run side by side.
+            # For latent attention, whose builder keeps only the metadata built last, while passes run side by
+            # side.
             self.builder._prefill_backend = prefill_backend.clone()
         return self.builder.build(0, common)
 
@@ -325,7 +326,8 @@ def _architecture(feature: str) -> NotBlendable:
 
 
 def _disabled_ops(vllm_config: VllmConfig, modules: list[nn.Module]) -> tuple[CustomOp, ...]:
-    """Return the modules' disabled operations; none on a CPU, where the fused kernels do not run."""
+    """Return the modules' operations whose fused kernels are disabled; none on a CPU, where these kernels do
+    not run."""
     disabled = vllm_config.compilation_config.disabled_custom_ops
     ops = [op for module in modules for op in module.modules() if isinstance(op, CustomOp)]
     if next(modules[0].parameters()).device.type != "cuda":
@@ -439,7 +441,8 @@ def _without_graphs(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def _projection_share(vllm_config: VllmConfig, layer: Layer) -> float:
-    """Return the multiplications of the fused Q, K and V projection ÷ those of the layer without attention.
+    """Return the multiplications of the fused Q, K and V projection ÷ those of the whole layer, not counting
+    attention.
 
     Computed from the config's shapes: a CPU backend repacks weights, and not all experts are used.
     """

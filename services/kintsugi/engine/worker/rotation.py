@@ -121,7 +121,7 @@ class RotationFinder:
         self._hidden_near, self._hidden_far = embed(self._near), embed(self._far)
 
     def find(self, layer: int) -> KeyRotation:
-        """Find the rotation of a layer's keys. Raises `NotBlendable` if there is none that explains them."""
+        """Find the rotation of a layer's keys. Raises `NotBlendable` if no rotation explains them."""
         if _difference(self._hidden_near.states, self._hidden_far.states) > 0:
             feature = "learned embeddings of absolute positions"
             raise Decline(DeclineReason.LEARNED_POSITIONS, None, feature).error()
@@ -175,7 +175,7 @@ class RotationFinder:
                     yield rotary, None
 
     def _pairs_beside(self, layer: int) -> list[tuple[int, int]]:
-        """Return the indices in `Hidden.beside` of tensors that may be cosines and sines."""
+        """Return the indices of those tensors in `Hidden.beside` that may be cosines and sines."""
         beside = self._hidden_far.beside
         arguments = [
             one.slot if isinstance(one, PerToken) and one.slot is not None else None

@@ -54,7 +54,8 @@ def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:
 
 
 def outcome_of(put: Future[Accounting]) -> Accounting:
-    """Return the accounting of a finished put or audit; one that raised has failed. Logs a defect."""
+    """Return the accounting of a finished put or audit; if it raised, the outcome is `failed`. Logs a
+    defect."""
     error = put.exception()
     if error is None:
         return put.result()

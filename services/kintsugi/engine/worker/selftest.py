@@ -3,11 +3,11 @@
 It checks made-up tokens in unused cache blocks:
 
 1. **Full ratio**: a blend that recomputes everything equals the engine's own prefill. 2. **Own prefix**: a
-chunk directly after the prefix of its own prefill, without recomputation, equals it, too. This is exact by
-construction, and exercises save, store format, loading and merging. 3. **Scattered tokens**: the same chunk
-with a random half of its tokens recomputed, which is also exact. On a GPU these tokens attend through our own
-kernel. 4. **Shifted keys**: K and V of layer 0 do not depend on context, so at another offset loaded ones
-equal fresh ones.
+chunk directly after the prefix of its own prefill, without recomputation, equals the engine's own prefill,
+too. This is exact by construction, and exercises save, store format, loading and merging. 3. **Scattered
+tokens**: the same chunk with a random half of its tokens recomputed, which is also exact. On a GPU these
+tokens attend through our own kernel. 4. **Shifted keys**: K and V of layer 0 do not depend on context, so at
+another offset loaded ones equal fresh ones.
 
 On a GPU, all variants of that kernel run first, so that no request waits for compilation or meets a variant
 that does not run on the GPU.

@@ -130,7 +130,8 @@ class _GroupTables:
         self._scratch: Tensor | None = None
 
     def slots(self, places: Tensor, owners: Tensor) -> Tensor:
-        """Return the int64 cache slots of ``places`` in their sequences, all on the device."""
+        """Return the cache slot of each of ``places`` in its sequence, as int64. All tensors are on the
+        device."""
         size = self.group.kernel_block_size
         return self.on_device[owners, places // size].long() * size + places % size
 
@@ -370,7 +371,7 @@ class VllmStack:
                 stack.enter_context(replace_attention_impl(layer.attention, prepared.scattered[layer.name]))
             if layer.name in prepared.latent:
                 stack.enter_context(replace_latent_attention(layer.attention, prepared.latent[layer.name]))
-            # Otherwise expert layers are taken in the order of a whole forward pass.
+            # Without it, vLLM assumes that expert layers run in the order of a whole forward pass.
             get_forward_context().all_moe_layers = None
             self._model.calls.calls[layer.index].run(layer.module, hidden)
 

@@ -93,7 +93,7 @@ def find_local_chunk(kv_cache_config: KVCacheConfig) -> int | None:
 
 def find_chunk_reach(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return the maximum tokens of a chunk together with the text before it: the model's maximum, or less if
-    a layer attends within local chunks. Beyond their border, a chunk's tokens would attend to less."""
+    a layer attends within local chunks. A chunk's tokens beyond such a border would attend to less."""
     length_max: int = vllm_config.model_config.max_model_len
     return min(length_max, find_local_chunk(kv_cache_config) or length_max)
 

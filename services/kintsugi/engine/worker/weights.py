@@ -40,7 +40,7 @@ logger = init_logger(__name__)
 SAMPLES_MIN = 256
 """Minimum number of compared values per parameter; all values of a smaller one."""
 VALUES_PER_SAMPLE = 1 << 16
-"""Values per compared value in larger parameters (stacked experts, embeddings)."""
+"""In larger parameters (stacked experts, embeddings), one of this many values is compared."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by bytes per value. Compared as integers, a NaN equals itself."""
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def difference(before: Snapshot, now: Snapshot) -> str | None:
 class LoadedWeights:
     """Watches one model from construction until `close`.
 
-    A look costs the host about 10 µs per parameter. On a GPU only the first look waits for the device.
+    Each check costs the host about 10 µs per parameter. On a GPU only the first check waits for the device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device = CPU) -> None:
@@ -108,10 +108,9 @@ class LoadedWeights:
 
     def check(self) -> str | None:
         """Return a description of the change since construction; None if no change is known. A change is
-        permanent.
-
-        On a CPU it covers the present state; on a GPU it covers the looks that have arrived, and takes
-        another one if none is left. Must not be called for a sleeping model, whose memory is unmapped.
+        permanent. On a CPU the present state is compared. On a GPU the snapshots that have arrived are
+        compared, and another one is taken if none is left. Must not be called for a sleeping model, whose
+        memory is unmapped.
         """
         if self.compare() is None and not self._looks:
             self.look()
@@ -119,7 +118,7 @@ class LoadedWeights:
 
     @property
     def is_late(self) -> bool:
-        """Whether looks are compared later than they are taken."""
+        """Whether snapshots are compared later than they are taken."""
         return self._device.type == "cuda"
 
     def look(self) -> None:
@@ -127,7 +126,7 @@ class LoadedWeights:
         self._note_errors(lambda: self._looks.append(self._look()))
 
     def compare(self) -> str | None:
-        """Return the change as `check` does, without taking another look."""
+        """Return the change as `check` does, without taking another snapshot."""
         self._note_errors(self._compare_arrived)
         return self._change
 

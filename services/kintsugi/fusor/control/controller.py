@@ -69,9 +69,10 @@ class PlanRequest:
     """As in `BlendPlan`."""
     measured: Measured = field(default_factory=Measured)
     ahead_s: float = 0.0
-    """Seconds of computing left in passes that go first. They delay a full prefill as well as a blend."""
+    """Seconds of computing left in passes ahead of this one. They delay a full prefill as well as a blend."""
     is_alone: bool = False
-    """Whether the engine is otherwise idle, so that recomputing more than the minimum delays nobody."""
+    """Whether the engine is otherwise idle, so that recomputing more than the minimum delays no other
+    request."""
     is_trial: bool = False
     """Blend even if computing is predicted to be slower, to measure it again."""
 

@@ -23,9 +23,9 @@ slow store. A second outlier in a row is taken at face value."""
 BELIEVED_SHARE = 0.5
 """Weight of a second outlier in a row."""
 OUTLIER_FLOOR_S = 1e-3
-"""Estimates below this count as this much when an outlier is detected."""
+"""When an outlier is detected, a smaller estimate counts as this value."""
 FORGETTING = 0.98
-"""Weight that a fit's past keeps with each new observation."""
+"""Factor by which each new observation multiplies the weight of a fit's earlier ones."""
 PRIOR_OBSERVATIONS = 0.5
 """Weight of a fit's prior, per term, in observations. It does not shrink with more observations, because a
 service's prompts are similar, and their differences reveal little about single terms."""
@@ -247,9 +247,9 @@ class Fit:
     previous step was noticed late): it counts as the forecast ÷ `OUTLIER_FACTOR`, unless it is the second in
     a row.
 
-    Similar prompts show their total cost but not the cost of each term. The prior provides the proportions,
-    scaled to the observed total. Without a prior all cost is attributed to the second term, the work: half
-    the work takes half the time.
+    Similar prompts reveal their total cost but not the cost of each term. The prior supplies the proportions,
+    which are scaled to the observed total. Without a prior all cost is attributed to the second term, the
+    work: half the work takes half the time.
 
     Solved by coordinate descent from the last solution; the problem is convex.
     """

@@ -109,7 +109,7 @@ def terms_of(
 
 
 class _Shape:
-    """Sums over a region: its hit tokens, its other tokens, and their attention pairs."""
+    """Numbers of hit tokens and other tokens in a region, and of their attention pairs."""
 
     def __init__(self, engine: EngineShape, hits: Sequence[ChunkHit], region: ForecastRegion) -> None:
         self._engine = engine

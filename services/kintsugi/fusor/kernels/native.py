@@ -37,7 +37,7 @@ class Instructions(StrEnum):
     AMX = "amx"
     AVX512_BF16 = "avx512_bf16"
     AVX512 = "avx512"
-    """Converts them to fp32 and multiplies those."""
+    """Converts bfloat16 numbers to fp32 and multiplies them."""
 
 
 INSTRUCTION_FLAGS = {

@@ -46,8 +46,8 @@ def packed_kernel(attention: Any) -> PackedKernel | None:
 
 
 def _is_plain(attention: Any) -> bool:
-    """Return whether the layer has a bfloat16 cache in the order that our library reads, and attends to all
-    of it by a plain softmax."""
+    """Return whether the layer has a bfloat16 cache in the order that our library reads, and attends to the
+    whole cache with a plain softmax."""
     impl = attention.impl
     instructions = native.instructions()
     if attention.attn_backend.get_name() != "CPU_ATTN" or instructions is None:
