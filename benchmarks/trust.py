@@ -1,4 +1,5 @@
-"""Whether the cache can be trusted: crashes, damage, erasure, timing, neighbours, hostile input, chunks.
+"""Whether the cache can be trusted: crashes, damage, erasure, timing, neighbours, hostile and foreign
+input, chunks.
 
     python benchmarks/trust.py [--quick] [--only SECTION,…] [--seed N] [--state FOLDER] [--minutes N] [--save]
 
@@ -27,6 +28,7 @@ from benchmarks.support.trust import (
     erasure,
     flips,
     fuzz,
+    inputs,
     kill9,
     neighbours,
     pieces,
@@ -43,6 +45,7 @@ SECTIONS: sections.Sections = {
     "neighbours": neighbours.measure,
     "encryption": encryption.measure,
     "fuzz": fuzz.measure,
+    "inputs": inputs.measure,
     "pieces": pieces.measure,
 }
 

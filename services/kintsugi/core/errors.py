@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self, cast
 
 
 class KintsugiError(Exception):
@@ -51,6 +51,11 @@ class InvalidField(KintsugiError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+    def within(self, where: str) -> Self:
+        """Return the same error of a field inside another one, ``where``."""
+        values = {**self.__dict__, "field": f"{where}.{self.field}"}
+        return cast("Self", _rebuild_error(type(self), f"{where}.{self}", values))
 
 
 class UnknownField(InvalidField):

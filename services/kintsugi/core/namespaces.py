@@ -77,16 +77,21 @@ def narrow(namespace: str, values: Mapping[str, str]) -> str:
     return part
 
 
-def check_value(name: str, value: object) -> str:
-    """Return a narrowing value. Raises `InvalidField` if it is not valid."""
+def check_value(name: str, value: object, where: str = "") -> str:
+    """Return a narrowing value. ``where``: its field, if not ``name``. Raises `InvalidField` if it is not
+    valid."""
+    where = where or name
     if not isinstance(value, str):
-        raise InvalidField(name, f"must be a string, not a {type(value).__name__}")
+        raise InvalidField(where, f"must be a string, not a {type(value).__name__}")
     if name == TENANT and not _TENANT.fullmatch(value):
         raise InvalidField(
-            name, "must start with a letter or digit, hold only letters, digits and . _ - and have at most 64"
+            where,
+            "must start with a letter or digit, hold only letters, digits and . _ - and have at most 64",
         )
     if not 0 < len(value) <= VALUE_CHARS_MAX:
-        raise InvalidField(name, f"has {len(value)} characters; send 1 to {VALUE_CHARS_MAX}, or leave it out")
+        raise InvalidField(
+            where, f"has {len(value)} characters; send 1 to {VALUE_CHARS_MAX}, or leave it out"
+        )
     return value
 
 

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt
 
 from kintsugi.core.errors import InvalidField, InvalidSpan
 from kintsugi.core.plugins import SELECTORS, plugin_names
-from kintsugi.core.schema import STRICT, load
+from kintsugi.core.schema import STRICT, check_number, load
 from kintsugi.core.spaces import ChunkKey, Span, check_namespace
 
 PARAMS_KEY = "kintsugi"
@@ -44,7 +44,7 @@ def check_priority(priority: int) -> int:
 
 def check_ttl(ttl_s: float | None) -> float | None:
     """Return the lifetime in seconds; None: no limit. Raises `InvalidField`."""
-    if ttl_s is not None and not 0.0 < ttl_s <= TTL_S_MAX:
+    if ttl_s is not None and not 0.0 < check_number(ttl_s, "ttl_s") <= TTL_S_MAX:
         raise InvalidField(
             "ttl_s",
             f"{ttl_s} must be above 0 and at most {TTL_S_MAX:.0f} seconds (ten years); leave it out to keep "
@@ -246,7 +246,10 @@ class KintsugiParams:
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> KintsugiParams:
         """Parse the JSON form. Raises `InvalidField` and its subclasses."""
-        return load(KintsugiParams, values, where=PARAMS_KEY)
+        try:
+            return load(KintsugiParams, values)
+        except InvalidField as error:
+            raise error.within(PARAMS_KEY) from None
 
     def to_mapping(self) -> dict[str, Any]:
         """The JSON form, for a request's `kv_transfer_params`."""

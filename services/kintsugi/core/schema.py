@@ -1,9 +1,12 @@
-"""A strict loader of frozen dataclasses from untrusted mappings, such as configurations and requests."""
+"""Checks of values from outside, such as arguments of the SDK, requests and configurations, and a strict
+loader of frozen dataclasses. Each error names the field."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -31,6 +34,68 @@ def load(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
         return value
     except ValidationError as error:
         raise _first_error(cls, error, where) from None
+
+
+def check_text(value: object, where: str) -> str:
+    """Return a text. ``where``: its field. Raises `InvalidField` for another type, and for a text that UTF-8
+    cannot hold: a program that cuts texts by UTF-16 units may cut an emoji in half."""
+    if not isinstance(value, str):
+        raise InvalidField(where, f"must be a text, not {_kind_of(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidField(
+            where,
+            f"has half of a surrogate pair at character {error.start}, as a cut through an emoji leaves it; "
+            "cut between characters",
+        ) from None
+    return value
+
+
+def check_whole(value: object, where: str, minimum: int, maximum: int) -> int:
+    """Return a whole number in [minimum, maximum]. Raises `InvalidField`; `True` and 1.0 are no whole
+    numbers."""
+    try:
+        number = operator.index(value) if not isinstance(value, bool) else None  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise InvalidField(where, f"must be a whole number, not {_kind_of(value)}")
+    if not minimum <= number <= maximum:
+        raise InvalidField(where, f"must be a whole number from {minimum} to {maximum}")
+    return number
+
+
+def check_number(value: object, where: str, above: float = -math.inf) -> float:
+    """Return a finite number that exceeds ``above``. Raises `InvalidField`."""
+    try:
+        number = float(value) if not isinstance(value, bool | str | bytes) else None  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or not math.isfinite(number):
+        shown = _kind_of(value) if number is None else number
+        raise InvalidField(where, f"must be a finite number, not {shown}")
+    if number <= above:
+        raise InvalidField(where, f"{number} must be above {above:g}")
+    return number
+
+
+def check_flag(value: object, where: str) -> bool:
+    """Return a truth value. Raises `InvalidField` for another type."""
+    if not isinstance(value, bool):
+        raise InvalidField(where, f"must be true or false, not {_kind_of(value)}")
+    return value
+
+
+def check_items(value: object, where: str) -> Iterable[Any]:
+    """Return a list or another iterable. Raises `InvalidField`; one text is no list of its letters."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidField(where, f"must be a list, not {_kind_of(value)}")
+    return value
+
+
+def _kind_of(value: object) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 @lru_cache(maxsize=64)

@@ -35,6 +35,9 @@ NAME_KEY_BYTES = 32
 NAMESPACE_BYTES_MAX = 128
 NAMESPACE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 
+SHOWN_CHARS = 80
+_HEX_KEY = re.compile(f"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
+
 ID_BYTES = 4
 """Size of a token id."""
 
@@ -280,12 +283,11 @@ class ChunkKey:
         return ChunkKey(_hash(space_digest + tokens, name_key).digest())
 
     @staticmethod
-    def from_hex(text: str) -> ChunkKey:
-        """Parse the hexadecimal form. Raises `InvalidField`."""
-        try:
-            return ChunkKey(bytes.fromhex(text))
-        except ValueError:
-            raise InvalidField("key", f"{text!r} is not {2 * KEY_BYTES} hexadecimal digits") from None
+    def from_hex(text: str, where: str = "key") -> ChunkKey:
+        """Parse the hexadecimal form. ``where``: its field. Raises `InvalidField`."""
+        if not _HEX_KEY.fullmatch(text):
+            raise InvalidField(where, f"{text[:SHOWN_CHARS]!r} is not {2 * KEY_BYTES} hexadecimal digits")
+        return ChunkKey(bytes.fromhex(text))
 
     @property
     def hex(self) -> str:

@@ -355,8 +355,8 @@ class Gateway:
 
     @staticmethod
     def _check_count(name: str, count: int, count_max: int) -> None:
-        if not 0 < count <= count_max:
-            raise InvalidField(name, f"{count} were sent; send between 1 and {count_max}")
+        if count > count_max:
+            raise InvalidField(name, f"{count} were sent; send at most {count_max}")
 
     async def get_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> GatewayChunk:
         """Return a stored chunk. Raises `NotFound`."""
@@ -431,8 +431,7 @@ class Gateway:
         """
         began_s, privacy, prompt_tokens = time.perf_counter(), self._privacy_of(namespace), 0
         with self._serve_revealing(caller, namespace):
-            if chunks or keys:
-                self._check_count("chunks", len(chunks) + len(keys), self.limits.segments_max)
+            self._check_count("chunks", len(chunks) + len(keys), self.limits.segments_max)
             found = await self._residency.find(namespace, chunks)
             found += await self._residency.find_keys(namespace, keys)
             if call is not None:

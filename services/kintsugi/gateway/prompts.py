@@ -114,6 +114,11 @@ class Prompts:
             space, call.segments, call.question, info.max_model_len, info.question_foot
         )
         max_tokens = call.sampling.get("max_tokens", MAX_TOKENS_DEFAULT)
+        if isinstance(max_tokens, int) and max_tokens >= info.max_model_len:
+            raise InvalidField(
+                "sampling.max_tokens",
+                f"{max_tokens} is too many; the model reads {info.max_model_len} tokens, prompt and answer",
+            )
         if isinstance(max_tokens, int) and max_tokens > info.max_model_len - len(prompt.token_ids):
             raise InvalidField(
                 "segments",

@@ -25,7 +25,6 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
-    Sequence,
 )
 from contextlib import aclosing
 from types import TracebackType
@@ -41,12 +40,13 @@ from tenacity import (
     wait_random,
 )
 
-from kintsugi.core.errors import InvalidField, NotFound, Unavailable, UnknownField
+from kintsugi.core.errors import NotFound, Unavailable, UnknownField
 from kintsugi.core.spaces import check_namespace
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk import messages
+from kintsugi.sdk.messages import make
 from kintsugi.sdk.transport import ClientOptions as ClientOptions
-from kintsugi.sdk.transport import Transport, iterate, run_to_completion
+from kintsugi.sdk.transport import Transport, check_timeout, iterate, run_to_completion
 from kintsugi.sdk.types import (
     Answer,
     Delta,
@@ -74,12 +74,13 @@ Given = ParamSpec("Given")
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keywords of `generate` and `stream`. By default the engine chooses how to blend."""
+    """Keywords of `generate` and `stream`. By default the engine chooses how to blend, and the answer is
+    greedy: always the most likely token."""
 
     max_tokens: int
-    """Maximum length of the answer, in tokens."""
+    """Maximum length of the answer, in tokens, at least 1; instead of the one in `sampling`. Default: 16."""
     sampling: Sampling
-    """Sampling parameters."""
+    """Sampling parameters. `Sampling(temperature=0.7)` samples."""
     ratio: float
     """Share of the chunks' tokens to recompute, 0 to 1."""
     selector: str
@@ -97,7 +98,7 @@ class GenerateOptions(TypedDict, total=False):
     """Maximum lifetime, in seconds, of chunks that are stored because this request missed them. Default:
     until the store needs their space."""
     timeout_s: float
-    """Maximum time in seconds for the whole call, including all attempts."""
+    """Maximum time in seconds for the whole call, including all attempts. Default: the client's."""
 
 
 class _Calls:
@@ -108,10 +109,12 @@ class _Calls:
         self._namespace = check_namespace(namespace)
 
     async def _resend(
-        self, call: Callable[..., Awaitable[Answered]], *arguments: Any, timeout_s: float
+        self, call: Callable[..., Awaitable[Answered]], *arguments: Any, timeout_s: float | None
     ) -> Answered:
-        """Return the call's result. Retries the call while this is safe and time is left."""
+        """Return the call's result. Retries the call while this is safe and time is left. ``timeout_s`` None:
+        the client's."""
         options = self._transport.options
+        timeout_s = check_timeout(options.timeout_s if timeout_s is None else timeout_s)
         deadline_s = time.monotonic() + timeout_s
 
         async def once() -> Answered:
@@ -128,8 +131,7 @@ class _Calls:
         return await retrying(once)
 
     async def _unary(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
-        wait_s = timeout_s or self._transport.options.timeout_s
-        return await self._resend(self._transport.unary, name, request, response, timeout_s=wait_s)
+        return await self._resend(self._transport.unary, name, request, response, timeout_s=timeout_s)
 
     async def put_chunks(
         self,
@@ -146,11 +148,11 @@ class _Calls:
         A chunk that is already stored is kept for at least this time: a put never shortens a lifetime. Raises
         `InvalidField` for a lifetime that is not above 0, or longer than ten years.
         """
-        if isinstance(chunks, str):
-            raise InvalidField("chunks", "is one string; give a list of chunks")
         results: list[PutChunk] = []
         for batch in messages.batches(chunks):
-            request = pb.PutChunksRequest(namespace=self._namespace, chunks=batch, wait=wait, ttl_s=ttl_s)
+            request = make(
+                pb.PutChunksRequest, namespace=self._namespace, chunks=batch, wait=wait, ttl_s=ttl_s
+            )
             response = await self._unary("PutChunks", request, pb.PutChunksResponse, timeout_s)
             results += map(messages.put_of_wire, response.results)
         return results
@@ -158,13 +160,13 @@ class _Calls:
     async def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
         """Start to load chunks into RAM. Call it when retrieval returns, before the prompt is written."""
         wire = messages.segments_to_wire(segments)
-        request = pb.PrefetchChunksRequest(namespace=self._namespace, segments=wire)
+        request = make(pb.PrefetchChunksRequest, namespace=self._namespace, segments=wire)
         response = await self._unary("Prefetch", request, pb.PrefetchChunksResponse)
         return Prefetched(tuple(response.keys), response.accepted)
 
-    async def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
+    async def tokenize(self, texts: Iterable[str]) -> list[TokenizedText]:
         """Return the token ids and the chunk key of each text, tokenised alone."""
-        request = pb.TokenizeRequest(namespace=self._namespace, texts=texts)
+        request = make(pb.TokenizeRequest, namespace=self._namespace, texts=texts)
         response = await self._unary("Tokenize", request, pb.TokenizeResponse)
         return [TokenizedText(tuple(text.token_ids), text.key) for text in response.texts]
 
@@ -175,7 +177,7 @@ class _Calls:
 
     async def get_chunk(self, key: str) -> StoredChunk | None:
         """Return the stored chunk with a key, or None."""
-        request = pb.GetChunkRequest(namespace=self._namespace, key=key)
+        request = make(pb.GetChunkRequest, namespace=self._namespace, key=key)
         try:
             response = await self._unary("GetChunk", request, pb.GetChunkResponse)
         except NotFound:
@@ -185,7 +187,7 @@ class _Calls:
     async def delete_chunk(self, key: str) -> bool:
         """Erase a chunk and return whether it was stored. Raises `Unavailable` if a shard that may hold it
         does not answer; try again later."""
-        request = pb.DeleteChunkRequest(namespace=self._namespace, key=key)
+        request = make(pb.DeleteChunkRequest, namespace=self._namespace, key=key)
         response = await self._unary("DeleteChunk", request, pb.DeleteChunkResponse)
         return bool(response.deleted)
 
@@ -194,15 +196,17 @@ class _Calls:
     ) -> ErasureReceipt:
         """Erase a document of a precomputed corpus, and its chunks that no other document has. Raises
         `NotFound` if the gateway has no ledger, and `Unavailable` as `delete_chunk`."""
-        request = pb.DeleteDocumentRequest(namespace=self._namespace, corpus=corpus, document_id=document_id)
-        wait_s = timeout_s or ERASE_TIMEOUT_S
+        request = make(
+            pb.DeleteDocumentRequest, namespace=self._namespace, corpus=corpus, document_id=document_id
+        )
+        wait_s = ERASE_TIMEOUT_S if timeout_s is None else timeout_s
         response = await self._unary("DeleteDocument", request, pb.DeleteDocumentResponse, wait_s)
         return messages.receipt_of_wire(response.receipt, response.deleted)
 
     async def erase_namespace(self, *, timeout_s: float | None = None) -> ErasureReceipt:
         """Erase all data of the namespace. Raises `Unavailable` as `delete_chunk`."""
         request = pb.EraseNamespaceRequest(namespace=self._namespace)
-        wait_s = timeout_s or ERASE_TIMEOUT_S
+        wait_s = ERASE_TIMEOUT_S if timeout_s is None else timeout_s
         response = await self._unary("EraseNamespace", request, pb.EraseNamespaceResponse, wait_s)
         return messages.receipt_of_wire(response.receipt)
 
@@ -224,9 +228,8 @@ class _Calls:
         """Yield the answer's parts as they arrive, and then the whole answer. Closing the generator stops the
         engine."""
         request = self._request(segments, question, options)
-        timeout_s = options.get("timeout_s") or self._transport.options.timeout_s
         answer = messages.Assembled()
-        first, rest = await self._resend(self._begin_answer, request, timeout_s=timeout_s)
+        first, rest = await self._resend(self._begin_answer, request, timeout_s=options.get("timeout_s"))
         async with aclosing(rest):
             answer.take(first)
             async for message in rest:
@@ -251,16 +254,14 @@ class _Calls:
         for name in options:
             if name not in GenerateOptions.__annotations__:
                 raise UnknownField(name, GenerateOptions.__annotations__)
-        sampling = options.get("sampling") or Sampling()
-        if "max_tokens" in options:
-            sampling = dataclasses.replace(sampling, max_tokens=options["max_tokens"])
         own = ("max_tokens", "sampling", "timeout_s")
         constraints: dict[str, Any] = {name: value for name, value in options.items() if name not in own}
-        return pb.GenerateRequest(
+        return make(
+            pb.GenerateRequest,
             namespace=self._namespace,
             segments=messages.segments_to_wire(segments),
-            question=messages.content_to_wire(question),
-            sampling=messages.sampling_to_wire(sampling),
+            question=messages.content_to_wire(question, "question"),
+            sampling=messages.sampling_to_wire(options.get("sampling"), options.get("max_tokens")),
             **constraints,
         )
 

@@ -1,13 +1,18 @@
-"""Converts the SDK's types to and from the gateway's messages."""
+"""Converts the SDK's types to and from the gateway's messages. `make` converts every value of a caller."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.schema import check_flag, check_items, check_number, check_text, check_whole
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.types import (
     Answer,
@@ -31,6 +36,15 @@ BATCH_CHUNKS = 128
 BATCH_BYTES = 2 << 20
 """Maximum size of one `PutChunks` call, because a gateway holds it in memory."""
 
+Made = TypeVar("Made", bound=Message)
+
+_WHOLE = {
+    FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(1 << 63), (1 << 63) - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, (1 << 64) - 1),
+}
+"""The numbers that a field holds, by its type."""
 _STATES = {
     pb.PUT_STATE_PRESENT: "present",
     pb.PUT_STATE_STORED: "stored",
@@ -39,57 +53,101 @@ _STATES = {
 }
 
 
+def make(kind: type[Made], where: str = "", **values: Any) -> Made:
+    """Make a message from a caller's values; None leaves a field unset. ``where``: the message's field in the
+    caller's request. Raises `InvalidField`, which names the field."""
+    fields = kind.DESCRIPTOR.fields_by_name
+    checked = {
+        name: _check(fields[name], value, f"{where}.{name}" if where else name)
+        for name, value in values.items()
+        if value is not None
+    }
+    return kind(**checked)
+
+
+def _check(field: Any, value: Any, where: str) -> Any:
+    if field.is_repeated:
+        items = list(check_items(value, where))
+        if field.cpp_type == field.CPPTYPE_UINT32:
+            with suppress(TypeError, ValueError):  # thousands of token ids: protobuf's own check is faster
+                return pb.TokenIds(ids=items).ids
+        return [_check_one(field, item, f"{where}[{index}]") for index, item in enumerate(items)]
+    return _check_one(field, value, where)
+
+
+def _check_one(field: Any, value: Any, where: str) -> Any:
+    match field.cpp_type:
+        case field.CPPTYPE_STRING:
+            return check_text(value, where)
+        case field.CPPTYPE_BOOL:
+            return check_flag(value, where)
+        case field.CPPTYPE_DOUBLE:
+            return check_number(value, where)
+        case field.CPPTYPE_MESSAGE:
+            return value  # made by `make`
+    return check_whole(value, where, *_WHOLE[field.cpp_type])
+
+
 def segment_to_wire(segment: Segment, where: str) -> pb.Segment:
     """Convert a segment. Raises `InvalidField`."""
     match segment:
         case str():
-            return pb.Segment(text=segment)
+            return make(pb.Segment, where, text=segment)
         case Plain():
-            return pb.Segment(text=segment.text, plain=True)
+            return make(pb.Segment, where, text=segment.text, plain=True)
         case Tokens():
-            return pb.Segment(tokens=pb.TokenIds(ids=segment.ids))
+            return make(pb.Segment, where, tokens=make(pb.TokenIds, where, ids=segment.ids))
         case Key():
-            return pb.Segment(chunk_key=segment.hex)
+            return make(pb.Segment, where, chunk_key=segment.hex)
         case PutChunk():
-            return pb.Segment(chunk_key=segment.key)
+            return make(pb.Segment, where, chunk_key=segment.key)
         case DocumentChunk():
-            return pb.Segment(document=pb.DocumentChunk(**dataclasses.asdict(segment)))
-        case _:
-            raise InvalidField(
-                where,
-                f"a {type(segment).__name__} is not a segment; give a string, or one of kintsugi.sdk's types",
-            )
+            document = make(pb.DocumentChunk, where, **vars(segment))
+            return make(pb.Segment, where, document=document)
+    raise InvalidField(
+        where,
+        f"a {type(segment).__name__} is not a segment; give a string, or one of kintsugi.sdk's types",
+    )
 
 
 def segments_to_wire(segments: Iterable[Segment]) -> list[pb.Segment]:
-    if isinstance(segments, str):
-        raise InvalidField("segments", "is one string; give a list of chunks")
-    return [segment_to_wire(segment, f"segments[{index}]") for index, segment in enumerate(segments)]
+    """Convert segments. Raises `InvalidField`."""
+    items = enumerate(check_items(segments, "segments"))
+    return [segment_to_wire(segment, f"segments[{index}]") for index, segment in items]
 
 
-def content_to_wire(content: str | Tokens | Sequence[int]) -> pb.Content:
-    if isinstance(content, str):
-        return pb.Content(text=content)
-    ids = content.ids if isinstance(content, Tokens) else content
-    return pb.Content(tokens=pb.TokenIds(ids=ids))
+def content_to_wire(content: str | Tokens, where: str) -> pb.Content:
+    """Convert a text or token ids. Raises `InvalidField`."""
+    match content:
+        case str():
+            return make(pb.Content, where, text=content)
+        case Tokens():
+            return make(pb.Content, where, tokens=make(pb.TokenIds, where, ids=content.ids))
+    raise InvalidField(where, f"must be a string or Tokens, not a {type(content).__name__}")
 
 
-def sampling_to_wire(sampling: Sampling) -> pb.Sampling:
-    values = {
-        field.name: value
-        for field in dataclasses.fields(sampling)
-        if field.name != "extra" and (value := getattr(sampling, field.name)) is not None
-    }
-    extra = json.dumps(dict(sampling.extra)) if sampling.extra else ""
-    return pb.Sampling(**values, extra_json=extra)
+def sampling_to_wire(sampling: Sampling | None, max_tokens: int | None = None) -> pb.Sampling:
+    """Convert sampling parameters; None: the default. ``max_tokens`` replaces theirs. Raises
+    `InvalidField`."""
+    if not isinstance(sampling, Sampling | None):
+        raise InvalidField("sampling", f"must be a kintsugi.Sampling, not a {type(sampling).__name__}")
+    values = dict(vars(sampling or Sampling()))
+    if max_tokens is not None:
+        values["max_tokens"] = max_tokens
+    extra = values.pop("extra")
+    try:
+        text = json.dumps(dict(extra), allow_nan=False) if extra else None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidField("sampling.extra", f"cannot be written as a JSON object: {error}") from None
+    return make(pb.Sampling, "sampling", **values, extra_json=text)
 
 
-def batches(chunks: Iterable[str | Tokens | Sequence[int]]) -> Iterator[list[pb.Content]]:
+def batches(chunks: Iterable[str | Tokens]) -> Iterator[list[pb.Content]]:
     """Group chunks into calls of bounded size. A single chunk may exceed the bound."""
     batch: list[pb.Content] = []
     size = 0
-    for chunk in chunks:
-        content = content_to_wire(chunk)
+    for index, chunk in enumerate(check_items(chunks, "chunks")):
+        content = content_to_wire(chunk, f"chunks[{index}]")
         if batch and (len(batch) == BATCH_CHUNKS or size + content.ByteSize() > BATCH_BYTES):
             yield batch
             batch, size = [], 0

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import check_ttl
+from kintsugi.core.schema import check_items, check_text
 from kintsugi.sdk.client import Client
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Prefetcher:
     def prefetch(self, texts: Sequence[str]) -> Future[None] | None:
         """Start to load chunks into RAM. The future never fails. None if there are no chunks or too many
         calls wait."""
-        wanted = list(dict.fromkeys(text for text in texts if text.strip()))
+        wanted = [text for text in check_items(texts, "texts") if not isinstance(text, str) or text.strip()]
         if not wanted or not self._places.acquire(blocking=False):
             return None
         try:
@@ -47,6 +48,7 @@ class Prefetcher:
 
     def _run(self, texts: list[str]) -> None:
         try:
+            texts = list(dict.fromkeys(check_text(text, f"texts[{at}]") for at, text in enumerate(texts)))
             self._client.prefetch(texts)
             if self._put:
                 self._client.put_chunks(texts, wait=False, ttl_s=self._ttl_s)

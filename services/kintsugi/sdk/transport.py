@@ -7,6 +7,7 @@ awaited, so a coroutine never suspends: `run_to_completion` and `iterate` run it
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Generator
@@ -18,6 +19,7 @@ import grpc
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.namespaces import SESSION, TENANT, check_value
+from kintsugi.core.schema import check_number, check_text, check_whole
 from kintsugi.store.protocol.grpc_status import errors_of
 from kintsugi.store.protocol.tls import is_loopback, parse_address, read_pem
 
@@ -25,7 +27,17 @@ SERVICE = "kintsugi.rpc.v1.Kintsugi"
 MESSAGE_BYTES_MAX = 64 << 20
 """Maximum size of a gateway's message."""
 
+TIMEOUT_S_MAX = 10 * 365 * 86_400.0
+"""Ten years: gRPC's clock ends later."""
+ATTEMPTS_MAX = 1_000
+_SENDABLE = re.compile(r"[!-~]([ -~]*[!-~])?")
+
 Item = TypeVar("Item")
+
+
+def check_timeout(timeout_s: object) -> float:
+    """Return a maximum time in seconds. Raises `InvalidField`."""
+    return min(check_number(timeout_s, "timeout_s", above=0), TIMEOUT_S_MAX)
 
 
 @dataclass(frozen=True)
@@ -64,30 +76,42 @@ class ClientOptions:
 
     def checked(self, address: str) -> Self:
         """Return the options. Raises `InvalidField` if they contradict each other or `address`."""
-        parse_address("address", address)
+        parse_address("address", check_text(address, "address"))
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidField("tls_cert", "and tls_key belong together")
+        for name in ("token", "tenant", "session"):
+            if (value := getattr(self, name)) and not _SENDABLE.fullmatch(check_text(value, name)):
+                raise InvalidField(name, "must hold visible ASCII characters only, because it is metadata")
         if self.token and not (self.encrypted or self.insecure or is_loopback(address)):
             raise InvalidField(
                 "token", f"would be sent to {address} unencrypted: set tls or tls_ca, or insecure"
             )
-        if not (self.timeout_s > 0 and self.attempts >= 1):
-            raise InvalidField("timeout_s", "must be above 0, and attempts at least 1")
-        for name, value in self.narrowing:
-            check_value(name, value)
+        check_timeout(self.timeout_s)
+        check_whole(self.attempts, "attempts", 1, ATTEMPTS_MAX)
+        check_number(self.retry_wait_s_max, "retry_wait_s_max", above=0)
+        for (name, value), field in zip(self.narrowing, ("tenant", "session"), strict=True):
+            if value is not None:
+                check_value(name, value, field)
         return self
 
     @property
-    def narrowing(self) -> tuple[tuple[str, str], ...]:
-        """Metadata that restrict every call to a part of the namespace."""
-        given = ((TENANT, self.tenant), (SESSION, self.session))
-        return tuple((name, value) for name, value in given if value is not None)
+    def narrowing(self) -> tuple[tuple[str, str | None], ...]:
+        """Metadata that restrict every call to a part of the namespace; None is not sent."""
+        return (TENANT, self.tenant), (SESSION, self.session)
 
     def credentials(self) -> Any:
         """Return the channel's credentials. Raises `InvalidField` for a file that cannot be read."""
-        files = (self.tls_ca, self.tls_key, self.tls_cert)
-        contents = [None if path is None else read_pem("tls", path) for path in files]
+        names = ("tls_ca", "tls_key", "tls_cert")
+        files = [(name, getattr(self, name)) for name in names]
+        contents = [None if path is None else read_pem(name, _check_path(path, name)) for name, path in files]
         return grpc.ssl_channel_credentials(*contents)
+
+
+def _check_path(path: object, where: str) -> Path:
+    if not isinstance(path, Path) or "\0" in str(path):
+        raise InvalidField(where, f"must be the Path of a PEM file, not {path!r}")
+    check_text(str(path), where)
+    return path
 
 
 class Transport:
@@ -109,7 +133,8 @@ class Transport:
         """Start a call. A blocking call with one response has ended when this returns."""
         token = self.options.token
         bearer = (("authorization", f"Bearer {token}"),) if token else ()
-        metadata = (("x-request-id", uuid.uuid4().hex), *bearer, *self.options.narrowing)
+        narrowing = (one for one in self.options.narrowing if one[1] is not None)
+        metadata = (("x-request-id", uuid.uuid4().hex), *bearer, *narrowing)
         make = getattr(self._channel, kind)
         method = make(f"/{SERVICE}/{name}", type(request).SerializeToString, response.FromString)
         return method(request, timeout=timeout_s, metadata=metadata)

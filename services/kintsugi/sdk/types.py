@@ -189,12 +189,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """vLLM's sampling parameters. None keeps vLLM's default."""
+    """vLLM's sampling parameters. None keeps the service's default: the one of the model's
+    `generation_config.json`, or vLLM's."""
 
     max_tokens: int = 16
-    """Maximum length of the answer, in tokens."""
-    temperature: float | None = None
-    """Randomness; 0 always chooses the most likely token."""
+    """Maximum length of the answer, in tokens, at least 1."""
+    temperature: float | None = 0.0
+    """Randomness. 0, the default, always chooses the most likely token, so that the same passages give the
+    same answer; `top_p`, `top_k`, `min_p` and `seed` have an effect only above 0."""
     top_p: float | None = None
     """Choose among the most likely tokens that together have this probability."""
     top_k: int | None = None

@@ -27,7 +27,7 @@ from kintsugi.core.errors import (
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import AsyncClient, Client, ClientOptions
 from kintsugi.sdk.transport import SERVICE
-from kintsugi.sdk.types import Answer, Delta, Key, Plain, Segment, Tokens
+from kintsugi.sdk.types import Answer, Delta, Key, Plain, Prefetched, Sampling, Segment, Tokens
 from tests.integration.serving.gateways import Running, Setup, running
 
 PASSAGES = ["First passage, of a handful of words.", "Second passage, of some other words."]
@@ -138,8 +138,28 @@ def test_errors_are_ours_and_name_what_to_change(client: Client) -> None:
         client.generate([PASSAGES[0], ""], QUESTION)
     with pytest.raises(UnknownField, match="did you mean 'ratio'"):
         client.generate(PASSAGES, QUESTION, ratoi=0.5)  # type: ignore[call-arg]
-    with pytest.raises(InvalidField, match="list of chunks"):
+    with pytest.raises(InvalidField, match="chunks: must be a list"):
         client.put_chunks("one string")
+    with pytest.raises(InvalidField, match="texts: must be a list"):
+        client.tokenize("one string")
+    with pytest.raises(InvalidField, match=r"timeout_s: .* above 0"):
+        client.generate(PASSAGES, QUESTION, timeout_s=0)
+    with pytest.raises(InvalidField, match="max_tokens: 0 is not"):
+        client.generate(PASSAGES, QUESTION, max_tokens=0)
+
+
+def test_nothing_is_done_about_nothing(client: Client) -> None:
+    """As for a retriever that finds nothing."""
+    assert (client.put_chunks([]), client.tokenize([]), client.prefetch([])) == ([], [], Prefetched((), 0))
+    assert client.generate([], QUESTION).finish_reason == "length"
+
+
+def test_answers_are_greedy_unless_asked(gateway: Running, client: Client) -> None:
+    client.generate(PASSAGES, QUESTION, max_tokens=2)
+    assert gateway.backend.seen.requests[-1].sampling == {"max_tokens": 2, "temperature": 0.0}
+    client.generate(PASSAGES, QUESTION, sampling=Sampling(temperature=0.7, seed=3))
+    asked = {"max_tokens": 16, "temperature": 0.7, "seed": 3}
+    assert gateway.backend.seen.requests[-1].sampling == asked
 
 
 def test_an_event_loop_gets_the_same(gateway: Running) -> None:

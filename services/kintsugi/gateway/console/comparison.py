@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, ResourceExhaust
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.core.prompt import end_line
 from kintsugi.core.request import BlendOptions, parse_selector
-from kintsugi.core.schema import STRICT, load
+from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import Span, TokenIds
 from kintsugi.gateway.fronts.errors import grpc_status_of
 from kintsugi.gateway.fronts.identity import needs_credentials
@@ -42,6 +43,7 @@ WAITING_MAX = 16
 TURN_S = 600.0
 """Maximum duration of a comparison, because others wait for their turn."""
 
+_SEGMENT = re.compile(r"(?:segments|chunks)\[(\d+)\]")
 Message = dict[str, Any]
 """One line of the stream: `event`, and the fields of this kind of event."""
 Send = Callable[[Message], None]
@@ -96,11 +98,6 @@ class Comparison:
             raise InvalidField("max_tokens", f"{self.max_tokens} is outside [1, {ANSWER_TOKENS_MAX}]")
         _ = self.options  # validates them
 
-    @staticmethod
-    def from_mapping(values: Mapping[str, Any]) -> Comparison:
-        """Raises `InvalidField` and `UnknownField`."""
-        return load(Comparison, values, where="comparison")
-
     @property
     def options(self) -> BlendOptions:
         """Raises `InvalidField`."""
@@ -109,6 +106,17 @@ class Comparison:
     @property
     def chunks(self) -> tuple[Segment, ...]:
         return tuple(Segment(text=end_line(document.text)) for document in self.documents)
+
+    def name_documents(self, error: InvalidField) -> InvalidField:
+        """Return the error of the prompt or of the chunks in the page's terms."""
+
+        def name(found: re.Match[str]) -> str:
+            index = int(found[1])
+            return f"document {index + 1} ({self.documents[index].title!r})"
+
+        problem, count = _SEGMENT.subn(name, str(error))
+        whole = problem.removeprefix("segments: ").removeprefix("chunks: ")
+        return InvalidField("documents", whole) if count or whole != problem else error
 
     def call(self, *, no_blend: bool, explain: bool) -> GenerateCall:
         """Return the request for one of the two answers, which uses no prefix cache."""
@@ -122,6 +130,22 @@ class Comparison:
             no_blend=no_blend,
             measurement=uuid.uuid4().hex,
         )
+
+
+@dataclass(frozen=True)
+class CountRequest:
+    """Texts whose tokens are counted."""
+
+    __pydantic_config__ = STRICT
+
+    texts: tuple[str, ...]
+    namespace: str = "console"
+
+    async def count(self, gateway: Gateway, caller: Caller) -> list[int]:
+        """Return the length of each text as a document of a comparison, in tokens of the served model."""
+        written = [end_line(text) for text in self.texts if text.strip()]
+        found = iter(await gateway.tokenize(caller, self.namespace, written))
+        return [next(found).num_tokens if text.strip() else 0 for text in self.texts]
 
 
 class ComparisonTurns:
@@ -226,6 +250,8 @@ class Comparer:
                 messages.put_nowait({"event": "waiting"})
             async with self._turns.take(caller), asyncio.timeout(TURN_S):
                 await self._compare(authenticate, asked, served, messages.put_nowait)
+        except InvalidField as error:
+            raise asked.name_documents(error) from error
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the comparison took longer than {TURN_S:.0f} s; compare fewer documents, or ask for a "

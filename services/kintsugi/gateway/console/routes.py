@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -24,8 +24,9 @@ from starlette.types import Send
 from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied
 from kintsugi.core.namespaces import narrow_by_headers
 from kintsugi.core.request import SelectorName
+from kintsugi.core.schema import load
 from kintsugi.gateway.console import CONSOLE_PATH
-from kintsugi.gateway.console.comparison import Comparer, Comparison, Message
+from kintsugi.gateway.console.comparison import Comparer, Comparison, CountRequest, Message
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Endpoint
 from kintsugi.gateway.fronts.identity import (
     check_is_json,
@@ -42,6 +43,8 @@ from kintsugi.models.bundled import BUNDLED_NAME, showcase
 from kintsugi.models.demo_questions import choose_shown, read_demo_questions
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.store.protocol.access import Access, Caller, Verb
+
+Asked = TypeVar("Asked", Comparison, CountRequest)
 
 API_PATH = f"{CONSOLE_PATH}/api"
 STREAM_TYPE = "application/x-ndjson"
@@ -101,6 +104,7 @@ class Console:
             Route(f"{API_PATH}/service", self._service, methods=["GET"]),
             Route(f"{API_PATH}/live", self._describe_live, methods=["GET"]),
             Route(f"{API_PATH}/compare", Endpoint(self._gateway, self._compare), methods=["POST"]),
+            Route(f"{API_PATH}/count", Endpoint(self._gateway, self._count), methods=["POST"]),
             Route(f"{CONSOLE_PATH}/{{name}}", self._file, methods=["GET"]),
         ]
 
@@ -135,23 +139,29 @@ class Console:
         return JSONResponse(await describe_live(self._gateway, caller), headers=dict(PRIVATE))
 
     async def _compare(self, request: Request, served: ServedRequest, send: Send) -> None:
-        asked = await self._read(request, served)
+        _, asked = await self._read(request, served, Comparison)
         served.status = LEFT_STATUS  # until the whole answer is sent
         headers = {**PRIVATE, REQUEST_ID: served.request_id}
         async with aclosing(self._lines(request, asked, served)) as lines:
             reply = StreamingResponse(lines, media_type=STREAM_TYPE, headers=headers)
             await reply(request.scope, request.receive, send)
 
-    async def _read(self, request: Request, served: ServedRequest) -> Comparison:
-        """Read the request. Raises the error that refuses it."""
+    async def _count(self, request: Request, served: ServedRequest, send: Send) -> None:
+        """Answer with the number of tokens of each text."""
+        caller, asked = await self._read(request, served, CountRequest)
+        counts = await asked.count(self._gateway, caller)
+        await JSONResponse({"tokens": counts}, headers=dict(PRIVATE))(request.scope, request.receive, send)
+
+    async def _read(self, request: Request, served: ServedRequest, kind: type[Asked]) -> tuple[Caller, Asked]:
+        """Return the caller and the request. Raises the error that refuses it."""
         caller = identify_here(self._gateway.access, request)
         served.caller = caller.name
         check_is_json(request)
         raw = await read_body(request)
-        asked = await run_beside(len(raw), lambda: _parse(raw))
+        asked = await run_beside(len(raw), lambda: _parse(raw, kind))
         served.namespace = narrow_by_headers(asked.namespace, request.headers)
         caller.authorize(served.namespace, Verb.GENERATE)
-        return replace(asked, namespace=served.namespace)
+        return caller, replace(asked, namespace=served.namespace)
 
     async def _lines(
         self, request: Request, asked: Comparison, served: ServedRequest
@@ -193,10 +203,10 @@ def _least_ratio(name: SelectorName, ratios_min: Mapping[str, float] | None) -> 
     return 0.0 if ratios_min is None else ratios_min.get(name.value)
 
 
-def _parse(raw: bytes) -> Comparison:
+def _parse(raw: bytes, kind: type[Asked]) -> Asked:
     if len(raw) > BODY_BYTES_MAX:
         raise InvalidField("body", f"is larger than {BODY_BYTES_MAX >> 20} MiB; remove some documents")
-    return Comparison.from_mapping(parse_object(raw))
+    return load(kind, parse_object(raw))
 
 
 def find_samples(model: str, max_model_len: int) -> dict[str, Any]:

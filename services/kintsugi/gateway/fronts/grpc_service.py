@@ -25,6 +25,7 @@ from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.erasing import Receipt
 from kintsugi.gateway.fronts.errors import grpc_status_of
 from kintsugi.gateway.fronts.limits import parse_object
+from kintsugi.gateway.fronts.messages import parse_message
 from kintsugi.gateway.gateway import Gateway, GatewayChunk, Put
 from kintsugi.gateway.prompts import Finished, GenerateCall, Resolved
 from kintsugi.gateway.requests import BODY_READ_S, BYTES, REQUEST_ID, SLOTS, Quota, ServedRequest
@@ -105,7 +106,7 @@ class KintsugiService:
         with self._slots.hold(caller.name):
             data = await _read_message(context)
             with self._memory.hold(caller.name, len(data)):
-                request = _parse_message(message, data)
+                request = parse_message(message, data)
                 if hasattr(request, "namespace"):
                     check_sent_once([name for name, _ in context.invocation_metadata() or ()])
                     request.namespace = narrow_by_headers(request.namespace, served.headers)
@@ -148,7 +149,10 @@ class KintsugiService:
                     await context.write(event_to_wire(event))
 
     async def put_chunk(self, caller: Caller, request: pb.PutChunkRequest) -> pb.PutChunkResponse:
-        (result,) = await self._put(caller, request, [segment_of(request.chunk, "chunk")])
+        try:
+            (result,) = await self._put(caller, request, [segment_of(request.chunk, "chunk")])
+        except InvalidField as error:
+            raise InvalidField(error.field.replace("chunks[0]", "chunk"), error.problem) from None
         return pb.PutChunkResponse(result=result)
 
     async def put_chunks(self, caller: Caller, request: pb.PutChunksRequest) -> pb.PutChunksResponse:
@@ -167,12 +171,12 @@ class KintsugiService:
         return [put_to_wire(put) for put in puts]
 
     async def get_chunk(self, caller: Caller, request: pb.GetChunkRequest) -> pb.GetChunkResponse:
-        key = key_of(request.key, "key")
+        key = ChunkKey.from_hex(request.key, "key")
         chunk = await self.gateway.get_chunk(caller, request.namespace, key)
         return pb.GetChunkResponse(chunk=chunk_to_wire(chunk))
 
     async def delete_chunk(self, caller: Caller, request: pb.DeleteChunkRequest) -> pb.DeleteChunkResponse:
-        key = key_of(request.key, "key")
+        key = ChunkKey.from_hex(request.key, "key")
         receipt = await self.gateway.delete_chunk(caller, request.namespace, key)
         return pb.DeleteChunkResponse(deleted=receipt.was_there, receipt=receipt_to_wire(receipt))
 
@@ -191,7 +195,7 @@ class KintsugiService:
         return pb.EraseNamespaceResponse(receipt=receipt_to_wire(receipt))
 
     async def list_chunks(self, caller: Caller, request: pb.ListChunksRequest) -> pb.ListChunksResponse:
-        after = key_of(request.page_token, "page_token") if request.page_token else None
+        after = ChunkKey.from_hex(request.page_token, "page_token") if request.page_token else None
         size = request.page_size or PAGE_DEFAULT
         chunks = await self.gateway.list_chunks(caller, request.namespace, size, after)
         token = chunks[-1].manifest.key.hex if len(chunks) == size else ""
@@ -259,15 +263,6 @@ async def _read_message(context: Any) -> bytes:
 def _serialize_message(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
-
-
-def _parse_message(message: Any, data: bytes) -> Any:
-    try:
-        return message.FromString(data)
-    except DecodeError as error:
-        raise InvalidField(
-            "request", f"is not a valid {message.DESCRIPTOR.full_name} ({error}); use stubs of this proto"
-        ) from None
 
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
@@ -363,20 +358,16 @@ def segment_of(wire: pb.Content | pb.Segment, where: str) -> Segment:
     if isinstance(wire, pb.Content):
         raise InvalidField(where, "is mandatory; give a text or tokens")
     if kind == "chunk_key":
-        return Segment(key=key_of(wire.chunk_key, f"{where}.chunk_key"), plain=plain)
+        return Segment(key=ChunkKey.from_hex(wire.chunk_key, f"{where}.chunk_key"), plain=plain)
     if kind == "document":
         document = wire.document
         version = document.version if document.HasField("version") else None
-        ref = DocumentRef(document.document_id, document.index, version)
+        try:
+            ref = DocumentRef(document.document_id, document.index, version)
+        except InvalidField as error:
+            raise error.within(f"{where}.document") from None
         return Segment(document=(document.corpus, ref), plain=plain)
     raise InvalidField(where, "is empty; give a text, tokens, a chunk key or a document's chunk")
-
-
-def key_of(text: str, where: str) -> ChunkKey:
-    try:
-        return ChunkKey.from_hex(text)
-    except InvalidField as error:
-        raise InvalidField(where, error.problem) from None
 
 
 def call_of(wire: pb.GenerateRequest, request_id: str, trace: Mapping[str, str]) -> GenerateCall:

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError
+from kintsugi.core.schema import check_text
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.gateway.requests import BODY_READ_S, BYTES, Quota
 from kintsugi.store.protocol.access import Caller
@@ -172,10 +173,7 @@ def parse_object(data: bytes | str, where: str = "body") -> dict[str, Any]:
     """Return a JSON object. ``where``: the request's field, for errors. Raises `InvalidField`."""
     try:
         text = data if isinstance(data, str) else data.decode()
-        found = json.loads(text)
-        if _SURROGATE.search(text):
-            # An unpaired surrogate is not a character: neither a tokenizer nor an answer can hold it.
-            json.dumps(found, ensure_ascii=False).encode()
+        found = json.loads(text, parse_constant=_refuse_constant)
         if text.count("[") + text.count("{") > DEPTH_MAX and _is_deeper(found, DEPTH_MAX):
             raise RecursionError
     except RecursionError:
@@ -184,7 +182,26 @@ def parse_object(data: bytes | str, where: str = "body") -> dict[str, Any]:
         raise InvalidField(where, f"is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidField(where, f"must be a JSON object, not {type(found).__name__}")
+    if _SURROGATE.search(text):
+        # JSON can write half of a surrogate pair, but neither a tokenizer nor an answer can hold it.
+        _check_texts(found, "" if where == "body" else where)
     return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_texts(value: Any, where: str) -> None:
+    if isinstance(value, str):
+        check_text(value, where)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_texts(inner, f"{where}[{index}]")
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            check_text(name, where or "body")
+            _check_texts(inner, f"{where}.{name}" if where else name)
 
 
 def _is_deeper(document: Any, levels: int) -> bool:

@@ -14,6 +14,8 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall
 from kintsugi.core.namespaces import NARROWING_FIELDS
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
+from kintsugi.core.schema import check_whole
+from kintsugi.core.spaces import check_namespace
 
 SEARCHED_CHARS_MAX = 1 << 21
 """Maximum length of the text that is searched for known chunks; it exceeds any model's context."""
@@ -22,6 +24,7 @@ ANSWERS_MAX = 256
 once."""
 DOCUMENT_TEXT_KEYS = ("text", "contents", "content")
 
+WHOLE_MAX = (1 << 31) - 1
 ANSWER_LIMITS = {
     CHAT_PATH: ("max_completion_tokens", "max_tokens"),
     COMPLETIONS_PATH: ("max_tokens",),
@@ -102,9 +105,8 @@ def parse_openai_call(
         if body.get(name) is not None:
             raise InvalidField(name, problem)
     _check_answers(body)
-    for name in ANSWER_LIMITS[path]:
-        _check_whole_number(body.get(name), name)
-    _check_whole_number(body.get("priority"), "priority")
+    for name in (*ANSWER_LIMITS[path], "priority"):
+        _check_whole(body, name)
     if body.get("priority") is not None:
         check_priority(body["priority"])
     if body.get("use_beam_search") not in (None, False):
@@ -144,8 +146,8 @@ def _take_chunks(path: str, body: dict[str, Any], chunks: _Chunks) -> None:
 def _check_answers(body: Mapping[str, Any]) -> None:
     """Raise `InvalidField` for more than `ANSWERS_MAX` answers, or an `n` of another type, which vLLM would
     convert. vLLM refuses a prompt of another type."""
+    _check_whole(body, "n")
     n, prompt = body.get("n"), body.get("prompt")
-    _check_whole_number(n, "n")
     each = 1 if n is None else n
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     if each * prompts > ANSWERS_MAX:
@@ -155,10 +157,11 @@ def _check_answers(body: Mapping[str, Any]) -> None:
         )
 
 
-def _check_whole_number(value: Any, name: str) -> None:
-    """Raise `InvalidField` for another type, which vLLM would convert."""
-    if not isinstance(value, int | None):
-        raise InvalidField(name, "must be a whole number")
+def _check_whole(body: Mapping[str, Any], name: str) -> None:
+    """Raise `InvalidField` for another type, which vLLM would convert, or a number that it could not
+    hold."""
+    if body.get(name) is not None:
+        check_whole(body[name], name, -WHOLE_MAX, WHOLE_MAX)
 
 
 def find_requested_namespace(body: Mapping[str, Any], header: str | None) -> str | None:
@@ -167,6 +170,11 @@ def find_requested_namespace(body: Mapping[str, Any], header: str | None) -> str
     named = extension.get("namespace") if isinstance(extension, Mapping) else None
     if named is not None and not isinstance(named, str):
         raise InvalidField(f"{PARAMS_KEY}.namespace", "must be a string")
+    if named:
+        try:
+            check_namespace(named)
+        except InvalidField as error:
+            raise error.within(PARAMS_KEY) from None
     if named and header and named != header:
         raise InvalidField(f"{PARAMS_KEY}.namespace", f"{named!r} is not the header's {header!r}; send one")
     return named or header

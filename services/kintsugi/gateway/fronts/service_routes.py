@@ -18,6 +18,7 @@ from starlette.routing import Route
 from kintsugi import __version__
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EngineInfo, OpenAICall
+from kintsugi.core.schema import check_items, check_text
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
 from kintsugi.gateway.gateway import Gateway
@@ -92,11 +93,10 @@ def parse_residency(
             lambda text: gateway.find_known_texts(namespace, text),
         )
         return [Segment(text=text) for text in call.chunk_texts], [], None if call.chunk_texts else call
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise InvalidField(name, "must be a list of strings")
+    texts = [check_text(one, f"{name}[{index}]") for index, one in enumerate(check_items(value, name))]
     if name == "chunks":
-        return [Segment(text=text) for text in value], [], None
-    return [], [ChunkKey.from_hex(text) for text in value], None
+        return [Segment(text=text) for text in texts], [], None
+    return [], [ChunkKey.from_hex(text, f"keys[{index}]") for index, text in enumerate(texts)], None
 
 
 def model_routes(gateway: Gateway, identify: Callable[[Request], Caller]) -> list[Route]:

@@ -469,7 +469,7 @@ class ListChunksRequest(google.protobuf.message.Message):
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     page_size: builtins.int
-    """0: 100."""
+    """1 to 1,024. 0 or absent: 100."""
     page_token: builtins.str
     """`next_page_token` of the page before; empty for the first."""
     def __init__(
@@ -625,8 +625,11 @@ class Sampling(google.protobuf.message.Message):
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     EXTRA_JSON_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
-    """0: 16, vLLM's default."""
+    """At least 1. Absent: 16, vLLM's default."""
     temperature: builtins.float
+    """0 always chooses the most likely token. Absent: the model's own default (generation_config.json), or
+    vLLM's, 1; the SDK sends 0 unless told otherwise.
+    """
     top_p: builtins.float
     top_k: builtins.int
     min_p: builtins.float
@@ -644,7 +647,7 @@ class Sampling(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        max_tokens: builtins.int = ...,
+        max_tokens: builtins.int | None = ...,
         temperature: builtins.float | None = ...,
         top_p: builtins.float | None = ...,
         top_k: builtins.int | None = ...,
@@ -658,12 +661,14 @@ class Sampling(google.protobuf.message.Message):
         ignore_eos: builtins.bool | None = ...,
         extra_json: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "extra_json", b"extra_json", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "extra_json", b"extra_json", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ignore_eos", b"_ignore_eos"]) -> typing.Literal["ignore_eos"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
     @typing.overload

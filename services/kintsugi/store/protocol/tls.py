@@ -132,7 +132,7 @@ def parse_address(field: str, address: str) -> tuple[str, int]:
     """Return host and port of `host:port`. Raises `InvalidField`, also without a port, which gRPC would
     choose itself."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > PORT_MAX:
+    if not host or not port.isdecimal() or len(port) > len(str(PORT_MAX)) or int(port) > PORT_MAX:
         raise InvalidField(field, f"{address!r} is not host:port with a port of at most {PORT_MAX}")
     return host.strip("[]"), int(port)
 

@@ -15,6 +15,7 @@ import pytest
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import EngineDelta, EngineRequest
 from kintsugi.core.namespaces import NamespaceLimits, NamespaceRules
+from kintsugi.core.schema import load
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.gateway.console import comparison, routes
 from kintsugi.gateway.fronts.http import HttpFront
@@ -91,7 +92,7 @@ def test_who_does_not_read_keeps_nobody_waiting() -> None:
 
             def compare() -> AsyncGenerator[dict[str, Any], None]:
                 served = ServedRequest(COMPARE, {}, opened.gateway.metrics, 200)
-                return comparer.run(lambda: ANYONE, comparison.Comparison.from_mapping(ASKED), served)
+                return comparer.run(lambda: ANYONE, load(comparison.Comparison, ASKED), served)
 
             async with aclosing(compare()) as unread:
                 assert (await anext(unread))["event"] == "storing"

@@ -227,14 +227,21 @@ def test_bodies_that_are_no_json_object(raw: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b'{"x": "\\ud800"}', b'{"kintsugi": {"\\uDC00": 1}}', b'{"x": "\xed\xa0\x80"}']
+    ("raw", "field", "problem"),
+    [
+        (b'{"x": ["a", "\\ud800"]}', "x[1]", "half of a surrogate pair at character 0"),
+        (b'{"kintsugi": {"\\uDC00": 1}}', "kintsugi", "half of a surrogate pair"),
+        (b'{"x": "\xed\xa0\x80"}', "body", "'utf-8' codec"),
+        (b'{"x": NaN}', "body", "NaN is no JSON number"),
+    ],
 )
-def test_half_a_surrogate_pair_is_no_text(raw: bytes) -> None:
+def test_half_a_surrogate_pair_is_no_text(raw: bytes, field: str, problem: str) -> None:
     async def body() -> None:
         backend = scripted(*answered("fine"))
         async with client(backend) as caller:
             refused = await caller.post(CHAT_PATH, content=raw)
-            assert (refused.status_code, error_of(refused)["param"]) == (400, "body")
+            assert (refused.status_code, error_of(refused)["param"]) == (400, field)
+            assert problem in error_of(refused)["message"]
             whole = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
             assert (await caller.post(CHAT_PATH, content=whole)).status_code == 200
 

@@ -28,6 +28,7 @@ CLOSED = (
     f"GET {API_PATH}/service",
     f"GET {API_PATH}/live",
     f"POST {API_PATH}/compare",
+    f"POST {API_PATH}/count",
 )
 HERE = "http://127.0.0.1:8000"
 

@@ -91,17 +91,17 @@ def test_nothing_of_a_request_that_says_no_store_is_saved_when_it_missed() -> No
     [
         (
             0,
-            "ttl_s",
+            "kintsugi.ttl_s",
             "0.0 must be above 0 and at most 315360000 seconds (ten years); leave it out to keep chunks",
         ),
         (
             -1.5,
-            "ttl_s",
+            "kintsugi.ttl_s",
             "-1.5 must be above 0 and at most 315360000 seconds (ten years); leave it out to keep",
         ),
         (
             1e9,
-            "ttl_s",
+            "kintsugi.ttl_s",
             "at most 315360000 seconds (ten years); leave it out to keep chunks until they are evicted",
         ),
         ("3600", "kintsugi.ttl_s", "number"),

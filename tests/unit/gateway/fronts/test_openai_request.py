@@ -131,9 +131,9 @@ def test_constraints_of_the_blend() -> None:
     ("body", "field"),
     [
         (chat("q", kintsugi=3), "kintsugi"),
-        (chat("q", kintsugi={"ratio": 2}), "ratio"),
+        (chat("q", kintsugi={"ratio": 2}), "kintsugi.ratio"),
         (chat("q", kintsugi={"ratio": True}), "kintsugi.ratio"),
-        (chat("q", kintsugi={"selector": "best"}), "selector"),
+        (chat("q", kintsugi={"selector": "best"}), "kintsugi.selector"),
         (chat("q", kintsugi={"spans": [[0, 1]]}), "kintsugi.spans"),
         (chat("q", kintsugi={"op": "delete"}), "kintsugi.op"),
         (chat("q", kv_transfer_params={"a": 1}), "kv_transfer_params"),

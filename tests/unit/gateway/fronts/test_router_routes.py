@@ -249,8 +249,8 @@ def test_what_an_engine_finds_does_not_show_in_when_the_answer_comes() -> None:
         ({}, "body"),
         ({"prompt": "a", "keys": []}, "body"),
         ({"chunks": "a"}, "chunks"),
-        ({"keys": [1]}, "keys"),
-        ({"keys": ["xy"]}, "key"),
+        ({"keys": [1]}, "keys[0]"),
+        ({"keys": ["xy"]}, "keys[0]"),
         ({"chunks": ["a"] * 1025}, "chunks"),
     ],
 )
