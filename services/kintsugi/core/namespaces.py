@@ -189,7 +189,8 @@ def bytes_of(gib: float | None) -> float:
 
 @dataclass(frozen=True)
 class PrivacyExpert(Settings):
-    """Settings that hide from callers of a namespace which chunks its other callers stored."""
+    """Settings that hide from callers of a namespace which chunks its other callers stored, and that keep its
+    prompts from being measured."""
 
     accounting: bool = True
     """Answers report what was found in the cache. If false, they report it only to callers with the
@@ -202,6 +203,9 @@ class PrivacyExpert(Settings):
     chunk_tokens_multiple: int = setting(1, minimum=1, maximum=4096)
     """Lengths of chunks are multiples of this number of tokens; the rest of a text is computed with the
     prompt."""
+    learn: bool = True
+    """Engines measure on prompts of the namespace how much blends lose. If false, none of its prompts waits
+    for that, and they are blended only on evidence from a file or from four other namespaces."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +238,7 @@ class NamespacePrivacy(Settings):
             ttft_step_ms=max(own.ttft_step_ms, theirs.ttft_step_ms),
             ttft_step_us_per_token=max(own.ttft_step_us_per_token, theirs.ttft_step_us_per_token),
             chunk_tokens_multiple=max(own.chunk_tokens_multiple, theirs.chunk_tokens_multiple),
+            learn=own.learn and theirs.learn,
         )
         discover = False if outer.discover is False else self.discover
         return replace(self, discover=discover, expert=stricter)

@@ -215,6 +215,8 @@ class KintsugiParams:
     no_store: StrictBool = False
     """Count and save nothing of this prompt. Stored chunks are used; if the request declares chunks, only
     those."""
+    learn: StrictBool = True
+    """Whether the engine may measure a blend of this prompt. A gateway sets it from the namespace's rules."""
     trial: Trial | None = None
     """A configuration to blend with, whatever the report allows. Only the engine itself sets it."""
     version: StrictInt = PARAMS_VERSION

@@ -125,13 +125,15 @@ class Prompts:
                 f"the prompt has {len(prompt.token_ids)} tokens and max_tokens is {max_tokens}; the model "
                 f"reads {info.max_model_len} in all: send fewer segments, or reduce max_tokens",
             )
+        privacy = self._resolver.privacy_of(call.namespace)
         params = KintsugiParams(
             namespace=call.namespace,
             op=Op.OFF if call.no_blend else Op.BLEND,
             spans=prompt.chunks,
             explain=call.explain,
             ttl_s=call.ttl_s,
-            shared=self._resolver.privacy_of(call.namespace).shared,
+            shared=privacy.shared,
+            learn=privacy.expert.learn,
             **call.options.chosen,
         )
         return prompt, EngineRequest(

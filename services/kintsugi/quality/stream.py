@@ -291,7 +291,9 @@ class Stream:
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt:
         """Return the request to submit; a measured one requests logprobs."""
         state = self._gate()
-        if prompt.params is None or state.report is None or prompt.params.no_store:
+        if prompt.params is None or state.report is None:
+            return prompt
+        if prompt.params.no_store or not prompt.params.learn:
             return prompt
         cell = Cell.of(prompt.params.is_discovered, len(prompt.token_ids))
         source = source_of(prompt.params.namespace)

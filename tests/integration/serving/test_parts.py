@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.namespaces import NamespacePrivacy, NamespaceRules
+from kintsugi.core.namespaces import NamespacePrivacy, NamespaceRules, PrivacyExpert
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import Key
 from tests.integration.serving.gateways import Running, Setup, running
@@ -58,7 +58,8 @@ def test_sessions_of_a_tenant_are_apart_too(gateway: Running) -> None:
 
 
 def test_a_rule_lets_parts_use_their_base() -> None:
-    rules = NamespaceRules(privacy={"docs/-/*": NamespacePrivacy(shared="docs")})
+    expert = PrivacyExpert(learn=False)
+    rules = NamespaceRules(privacy={"docs/-/*": NamespacePrivacy(shared="docs", expert=expert)})
     with (
         running(Setup(gateway={"rules": rules})) as gateway,
         tenant(gateway, None) as base,
@@ -66,7 +67,8 @@ def test_a_rule_lets_parts_use_their_base() -> None:
     ):
         base.put_chunks(PASSAGES)
         acme.generate(PASSAGES, QUESTION, max_tokens=1)
-        assert gateway.backend.seen.requests[-1].params.shared == "docs"
+        params = gateway.backend.seen.requests[-1].params
+        assert (params.shared, params.learn) == ("docs", False)
         assert [put.state for put in acme.put_chunks(PASSAGES)] == ["present", "present"]
 
 

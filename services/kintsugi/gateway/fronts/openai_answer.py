@@ -96,6 +96,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
             shared=self.privacy.shared,
             chunk_tokens_multiple=self.privacy.expert.chunk_tokens_multiple,
             discover=self.privacy.discovers,
+            learn=self.privacy.expert.learn,
         )
         return backend.openai(replace(self._call, params=params, trace=trace))
 

@@ -190,6 +190,20 @@ def test_a_namespaces_privacy_reaches_the_engine() -> None:
     run(body)
 
 
+def test_prompts_of_a_namespace_that_is_left_out_are_not_measured() -> None:
+    async def body() -> None:
+        backend = ScriptedBackend()
+        rules = NamespaceRules(privacy={"acme*": NamespacePrivacy(expert=PrivacyExpert(learn=False))})
+        async with client(backend, rules) as caller:
+            await caller.post(CHAT_PATH, json=CHAT)
+            await caller.post(CHAT_PATH, json=CHAT, headers={"x-tenant-id": "one"})
+            other = {"authorization": "Bearer operator", "x-kintsugi-namespace": "other"}
+            await caller.post(CHAT_PATH, json=CHAT, headers=other)
+        assert [call.params.learn for call in backend.calls] == [False, False, True]
+
+    run(body)
+
+
 @pytest.mark.parametrize(
     ("privacy", "discovers"),
     [
