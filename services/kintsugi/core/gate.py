@@ -223,10 +223,15 @@ def _open_progress(state: GateState, cell: Cell, source: str, allowed: Allowance
     standing = state.report.standing(cell, source, state.quality)
     cost = tally.cost / pairs
     probation = ", on probation after an upgrade" if allowed.on_probation else ""
+    further = (
+        ""
+        if standing.next is None
+        else f"; for a ratio of {standing.next.ratio:g}, {describe_progress(standing)}"
+    )
     return GateProgress(
         "open",
         f"{cell}: at {cost:.0%} of a full prefill's work, mean loss {tally.loss:.3f} of at most "
-        f"{state.quality.loss_max:.3f}{probation}",
+        f"{state.quality.loss_max:.3f}{probation}{further}",
         pairs=tally.pairs,
         pairs_missing=None if standing.next is None else standing.missing,
         cost=cost,

@@ -177,7 +177,12 @@ def test_progress_of_what_is_open_is_given_in_numbers() -> None:
     assert 0 < found.loss_upper < 0.125
     assert found.detail == (
         "prompts of 513 to 2048 tokens with declared chunks: at 50% of a full prefill's work, mean loss "
-        "0.000 of at most 0.125"
+        "0.000 of at most 0.125; for a ratio of 0.4, 0 of about 34 prompts were measured"
+    )
+    lossy = entry_of(pairs=30, loss=0.5, selection=LADDER[1])
+    found = summarize(state_of(report.with_part(part_of(lossy, writer="other"), AT)))
+    assert found.detail.endswith(
+        "; for a ratio of 0.4, 30 prompts were measured, and the loss is 0.500: too much to pass"
     )
     assert found.pairs_missing is not None, "until the next configuration"
     assert summarize(state_of(open_report(rungs=len(LADDER)))).pairs_missing is None
@@ -204,9 +209,7 @@ def test_progress_is_off_where_nothing_is_tested_and_closed_with_a_reason() -> N
 
 def test_probation_after_an_upgrade_is_said() -> None:
     upgraded = state_of(open_report(), "kintsugi 2")
-    assert summarize(upgraded).detail.endswith(
-        "mean loss 0.000 of at most 0.125, on probation after an upgrade"
-    )
+    assert "of at most 0.125, on probation after an upgrade; for a" in summarize(upgraded).detail
     assert permit(upgraded).selection == LADDER[0], "the old evidence serves meanwhile"
 
 
