@@ -48,8 +48,8 @@ class Limit:
 
 
 LIMITS = {
-    "lines": Limit(60_000),
-    "statements": Limit(38_200),
+    "lines": Limit(66_000),
+    "statements": Limit(42_000),
     "scripts_lines": Limit(2_000),
     "cli_option_slots": Limit(160),
     "serve_settings": Limit(80),
