@@ -19,7 +19,7 @@ NameKey = Callable[[str], bytes]
 
 
 def no_name_key(namespace: str) -> bytes:
-    """Return the name key of a namespace that is not encrypted."""
+    """Return the empty name key, which a namespace without encryption has."""
     return b""
 
 

@@ -300,8 +300,8 @@ class Job:
             self._pump(flush=False)
 
     def _keep_present(self, chunks: Sequence[PendingChunk], tiers: Sequence[str | None]) -> list[str | None]:
-        """Make the store keep the chunks that it holds: chunks that an engine discovered would expire. Return
-        the tiers, with None for chunks that were evicted since they were looked up."""
+        """Remove the lifetimes of stored chunks, because chunks that an engine discovered would expire.
+        Return the tiers, with None for chunks that were evicted since they were looked up."""
         present = [chunk.key for chunk, tier in zip(chunks, tiers, strict=True) if tier is not None]
         if not present:
             return list(tiers)
@@ -327,7 +327,7 @@ class Job:
         raise AssertionError  # the waits never end
 
     def _pump(self, flush: bool) -> None:
-        """Send the batches that may be sent, then settle finished ones, after a wait of up to `WAIT_S`."""
+        """Send the batches that may be sent, wait up to `WAIT_S`, then process finished ones."""
         self._check_cancelled()
         pool = self._pool
         while self._may_send():
@@ -437,8 +437,8 @@ class Job:
             self.progress.chunks_invalidated += deleted
 
     def _count_evicted(self, edition: int) -> None:
-        """Count the chunks that are missing again: a store that is too small evicts the first ones for the
-        last ones."""
+        """Count the chunks that are missing at the end: a store that is too small evicts early chunks to
+        store later ones."""
         if not self.progress.chunks_filled:
             return
         missing = 0

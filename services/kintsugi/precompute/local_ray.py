@@ -93,7 +93,7 @@ def _is_answered(host: str, port: int) -> bool:
 
 @contextmanager
 def _keep_loopback() -> Iterator[None]:
-    """Make Ray keep a loopback address, which it does only on systems where it supports no clusters
+    """Make Ray keep a loopback address. Ray alone keeps one only on systems without support for clusters
     (`services.get_node_ip_address`)."""
     from ray._private import ray_constants
 

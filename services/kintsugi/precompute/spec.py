@@ -46,9 +46,9 @@ class JobSpec:
     columns: Columns = field(default_factory=Columns)
     chunking: ChunkingConfig = field(default_factory=ChunkingConfig)
     prefix_token_ids: list[int] | None = None
-    """As in the engine's configuration; None: the head of the model's own prompt form."""
+    """The prefix, as in the engine's configuration; None: the head of the model's own prompt form."""
     portable: bool = True
-    """Whether the chunks may be used behind another prefix, as in the engine's configuration."""
+    """Whether the chunks may be used in prompts with another prefix, as in the engine's configuration."""
     context_token_ids: list[int] = field(default_factory=list)
     """Tokens between the prefix and each chunk when it is prefilled, as in the engines' configuration."""
     plain_copies: bool = True
@@ -59,7 +59,7 @@ class JobSpec:
     workers: int = 1
     """Number of workers. Each runs its own engine."""
     gpus_per_worker: float = 0.0
-    """As Ray counts GPUs: below 1, several workers share one. 0 runs vLLM on the CPU."""
+    """GPUs of each worker, as Ray counts them: below 1, several workers share one; 0 runs vLLM on the CPU."""
     batch_tokens: int = 16_384
     """Tokens per batch. A worker that dies loses one batch."""
     tokens_per_s_max: float = 0.0
@@ -111,8 +111,8 @@ class JobSpec:
 
     @property
     def model_folder(self) -> str:
-        """The model, as processes in another working folder or on another machine can find it: an absolute
-        path, or a name that the machine downloads."""
+        """The model in a form that is valid in other working folders and on other machines: an absolute path,
+        or a name that the machine downloads."""
         folder = Path(self.model)
         is_name = find_packaged(folder) is not None or is_bundled(folder)
         is_name = is_name or (not folder.is_dir() and is_hub_name(folder))

@@ -1,7 +1,7 @@
 """Calibration: measures configurations on a file of questions, or on bundled passages, before any traffic.
 
 It is one more source of the evidence that engines collect on served prompts (`quality.stream`), with the same
-losses, tests and report. Questions with answers also test exact match, as they are the only ones that can.
+losses, tests and report. Exact match is tested, too, if the questions have answers.
 Configurations are measured from the safest to the cheapest, some prompts at a time, until each has passed or
 is beyond the limit, or the time is over. Time decides how far calibration comes, never what passes.
 """
@@ -153,7 +153,7 @@ def _next(keeper: ReportKeeper, cell: Cell, quality: Quality) -> Selection | Non
 
 
 def _undecided(keeper: ReportKeeper, cell: Cell, quality: Quality) -> Sequence[Selection]:
-    """Return the next configuration to decide in a cell, and the one after it."""
+    """Return the next configuration to test in a cell, and the one after it."""
     selection, ladder = _next(keeper, cell, quality), keeper.report.ladder
     if selection is None:
         return ()

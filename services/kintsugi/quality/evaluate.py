@@ -54,7 +54,8 @@ class EvaluationGrid:
     chunks: tuple[int | None, ...] = (None,)
     """Numbers of leading chunks per prompt; null: all chunks of a question."""
     batches: tuple[int, ...] = (32,)
-    """Numbers of prompts that are submitted together; TTFT includes the time spent waiting for each other."""
+    """Numbers of prompts that are submitted together; TTFT includes the time for which prompts wait for each
+    other."""
     tiers: tuple[float | None, ...] = (None,)
     """Speeds of slower tiers, in bytes per second; null: as fast as memory."""
     rates: tuple[float, ...] = ()

@@ -35,8 +35,8 @@ F1."""
 
 PASSAGE_CHUNKS = 4
 SEGMENT_LENGTHS = (80, 160, 360, 720)
-"""Tokens of each bundled passage in a prompt that is cut into segments. A segment has at least 64 tokens; a
-report about 80 still admits it. Passages of up to 384 tokens stay whole; passages of 720 become two or
+"""Tokens of each bundled passage in a prompt that is cut into segments. The shortest segment has 64 tokens,
+and evidence about 80 tokens covers it. Passages of up to 384 tokens stay whole; passages of 720 become two or
 more."""
 INSTRUCTION = "Read these passages before you answer.\n\n"
 """Text before the passages, too short for a segment. A segment directly after the prefix would be exact, and
@@ -53,7 +53,7 @@ class Question:
     tail: str
     """The question, or the whole text after the chunks. It is tokenised alone."""
     answers: tuple[str, ...] = ()
-    """Each of them is right; empty if the answer is not known."""
+    """All right answers; empty if none is known."""
     task: str = "questions"
     """Results are also reported per task."""
     bare: bool = False

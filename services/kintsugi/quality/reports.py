@@ -104,7 +104,8 @@ class ReportKeeper:
         self._change(latest=latest, served=self._part.served + 1)
 
     def close(self, closing: Closing) -> None:
-        """Turn blending off for what the closing covers, in every engine that reads the report."""
+        """Turn blending off for the sources that the closing covers, in every engine that reads the
+        report."""
         if sum(one.source == closing.source for one in self.report.closings) >= CLOSINGS_EACH:
             return  # it stays closed
         self._change(closings=(*self._part.closings, closing)[-CLOSINGS_MAX:])
@@ -137,7 +138,7 @@ class ReportKeeper:
         return self._take_new()
 
     def _leave_folded(self, found: Report) -> None:
-        """Go on as another writer if this writer's part was added to another one. Pairs that were not
+        """Continue under a new writer id if this writer's part was added to another one. Pairs that were not
         published before are lost; closings are not."""
         if any(self._part.writer in part.folded for part in found.parts):
             new = tuple(one for one in self._part.closings if one not in found.closings)

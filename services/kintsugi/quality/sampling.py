@@ -27,7 +27,7 @@ def is_sampled(request_id: str, probability: float) -> bool:
 
 def fair_share(wanted: Iterable[int], room: float) -> float:
     """Return the max-min fair share: the largest amount that each may take, so that the sum is at most
-    `room`. Those that want less leave the rest to the others. It is infinite if all wishes fit."""
+    `room`. Demands below the share leave the rest to the others. The share is infinite if all demands fit."""
     ordered = sorted(wanted)
     for index, one in enumerate(ordered):
         share = room / (len(ordered) - index)

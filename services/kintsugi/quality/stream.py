@@ -2,7 +2,7 @@
 
 A connector cannot add requests, so the code that submits requests calls `Stream.prepare_prompt` before each
 request (one that is measured then requests logprobs), `Stream.take` with its answer, and `Stream.run_one`
-when the engine is idle. The client's answer is not affected. What is missing of a pair, the twin, is forced
+when the engine is idle. The client's answer is not affected. The other half of a pair, its twin, is forced
 along the served answer's tokens, up to `POSITIONS_MAX` of them. A request that arrives meanwhile ends the
 running twin, which is run again later.
 
@@ -11,8 +11,8 @@ running twin, which is run again later.
   that the request declares and the store lacks are saved first.
 - Where the request was blended, the twin is a full prefill; further twins blend with cheaper configurations.
   One stored chunk of the prompt is audited, too: it is prefilled again and compared with the stored KV
-  (`fusor.audit`). While there is a cheaper configuration to decide, every blend may be measured, else a small
-  share.
+  (`fusor.audit`). While a cheaper configuration is still to be tested, every blend may be measured; otherwise
+  only a small share.
 
 Which requests are measured is decided when they are admitted, by their namespace, the free places and a
 random id, never by their answers. A prompt that was measured before is not measured again. A blend that fails
@@ -105,11 +105,11 @@ class Twins(Protocol):
     """vLLM's priority of all that it computes for the stream."""
 
     async def answer_in_full(self, prompt: Prompt) -> Generation:
-        """Prefill in full, and along `Prompt.forced`."""
+        """Run a full prefill, then continue along `Prompt.forced`."""
         ...
 
     async def blend(self, prompt: Prompt) -> Generation:
-        """Blend as `KintsugiParams.trial` says, and along `Prompt.forced`."""
+        """Blend as `KintsugiParams.trial` says, then continue along `Prompt.forced`."""
         ...
 
     async def audit(self, prompt: Prompt) -> Generation: ...
@@ -179,7 +179,8 @@ class StreamCounts:
 def compare_steps(
     full: Sequence[dict[int, float]], blend: Sequence[dict[int, float]], positions: int
 ) -> Deviation:
-    """Compare the distributions at the leading positions that both have. Raises `InvalidField` for none."""
+    """Compare the distributions at the leading positions that both have. Raises `InvalidField` if there are
+    none."""
     pairs = list(zip(full[:positions], blend[:positions], strict=False))
     return Deviation.of(
         [metrics.kl_divergence(*pair) for pair in pairs], [not metrics.same_top(*pair) for pair in pairs]
@@ -243,7 +244,7 @@ class Stream:
         self._measured: OrderedDict[bytes, None] = OrderedDict()
         """Digests of the measured prompts, the latest last."""
         self._watched: OrderedDict[tuple[str, int], _Watched] = OrderedDict()
-        """By source and number of closings, the latest last: evidence from before a closing trips nothing
+        """By source and number of closings, the latest last. Evidence from before a closing has no effect
         after it."""
         self._audits: deque[tuple[ChunkKey, str] | None] = deque(maxlen=AUDITS_WINDOW)
         self._running: asyncio.Future[Any] | None = None
@@ -387,7 +388,7 @@ class Stream:
     async def _exchange(self) -> None:
         closed: set[str] = set()
         for served in await self._twins.exchange(self._keeper):
-            # After a closing, the others are from before it.
+            # After a closing, the remaining configurations were chosen before it.
             if served.source not in closed and self._watch(served):
                 closed.add(served.source)
 

@@ -64,7 +64,7 @@ class ShardLoad:
 
 def shards_wanted(load: ShardLoad) -> int:
     """Return the number of shards: one more if full shards evict chunks that are soon looked up again, one
-    fewer if the others have room for all chunks, otherwise the present number."""
+    fewer if the remaining shards have room for all chunks, otherwise the present number."""
     if load.shards < 1 or load.capacity_bytes <= 0:
         return max(1, load.shards)
     is_full = load.used_bytes >= FILL_SHARE_MIN * load.capacity_bytes

@@ -33,7 +33,7 @@ class CatchingUp(Turns):
         self._asking = threading.Lock()
 
     def start(self) -> None:
-        """Ask once now, then every `PERIOD_S`."""
+        """Request the erasures now, then every `PERIOD_S`."""
         self.ask_all()
         super().start()
 
@@ -41,7 +41,7 @@ class CatchingUp(Turns):
         self.ask_all()
 
     def ask_all(self) -> None:
-        """Apply the erasures that other shards recorded. Shards that do not answer are asked again later."""
+        """Apply the erasures that other shards recorded. Shards that do not answer are called again later."""
         with self._asking:
             try:
                 shards = self._directory.current().shards

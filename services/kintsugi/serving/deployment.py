@@ -110,7 +110,7 @@ def _expect_ray(task: str, *more: type[Exception]) -> Iterator[None]:
 
 
 def cause_in(message: str) -> str:
-    """Return Kintsugi's error in Serve's message about a failed replica, which usually is a traceback."""
+    """Extract Kintsugi's error from Serve's message about a failed replica, which usually is a traceback."""
     ours = re.findall(r"^kintsugi\.core\.errors\.(\w+: .+)$", message, re.MULTILINE)
     return str(ours[-1]) if ours else message[-MESSAGE_CHARS_MAX:]
 

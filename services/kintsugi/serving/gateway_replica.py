@@ -34,8 +34,7 @@ OPEN_FILES_MAX = 1 << 16
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of open files, so that many unauthenticated connections cannot exhaust
-    it."""
+    """Increase this process's limit of open files, so that unauthenticated connections cannot exhaust it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:

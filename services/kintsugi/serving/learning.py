@@ -43,9 +43,9 @@ POLL_S = 0.2
 PRIORITY = FILL_PRIORITY + 1
 ANSWER_TIMEOUT_S = 300.0
 FULL_SHARE = 0.3
-"""Maximum share of an engine's time that twins of answers by full prefill may take."""
+"""Maximum share of an engine's time for comparing answers of full prefill with blends."""
 BLEND_SHARE = 0.05
-"""The same for answers that were blended."""
+"""Maximum share of an engine's time for comparing blended answers with full prefill."""
 REPORT_FILE = "calibration.json"
 PUBLISH_RETRY_S = 0.5
 
@@ -205,8 +205,8 @@ class LearningMetrics(Collector):
 
 
 def make_learning(engine: AsyncEngine, registry: CollectorRegistry | None = None) -> Learning | None:
-    """Return the learning of an engine; None for an engine whose report is not in the store, or that tests
-    nothing."""
+    """Return the `Learning` of an engine; None if the engine tests nothing, or its report is not in the
+    store."""
     return Learning(engine, registry) if engine.learns else None
 
 

@@ -158,8 +158,8 @@ def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int) -> float:
 def rank_engines(views: Mapping[str, EngineView], wanted: Wanted, memory: PrefixMemory) -> list[str]:
     """Engines, the best first; engines with another model come last.
 
-    Equal engines are ordered by digests of their names that differ by prompt, so that new prompts spread over
-    idle engines.
+    Equal engines are ordered by digests of their names that differ by prompt, so that new prompts are spread
+    over idle engines.
     """
     salt = wanted.prefix[0] if wanted.prefix else 0
 

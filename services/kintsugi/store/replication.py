@@ -3,10 +3,10 @@ chunks.
 
 Every shard decides about the chunks that it holds, from the answers of the other owners. No coordination is
 needed: the first owner that has a chunk sends it to the owners that lack it. This one mechanism fills a shard
-that joined, that took over from a dead shard, that was away while a chunk was put, or whose scrubber dropped
-a damaged copy. A receiver evicts nothing for a copy, and rejects a chunk that was deleted lately or erased
-after its save was requested. The rate is bounded, because requests share the network and the disks. A shard
-that is the only owner of all its chunks calls no other shard.
+that joined the store, took over from a dead shard, was away while a chunk was put, or dropped a damaged copy.
+A receiver evicts nothing for a copy, and rejects a chunk that was deleted recently or erased after its save
+was requested. The rate is bounded, because requests share the network and the disks. A shard that is the only
+owner of all its chunks calls no other shard.
 """
 
 from __future__ import annotations

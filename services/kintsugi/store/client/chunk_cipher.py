@@ -84,7 +84,7 @@ class ChunkCipher:
         return True
 
     def _parts(self, layer: int, heads: HeadRange) -> list[tuple[int, slice]]:
-        """Return the number of each head range within the chunk, and its slice of the bytes of `heads`."""
+        """Return, for each head range, its number within the chunk and its slice of the bytes of `heads`."""
         manifest = self._manifest
         if layer < 0:
             return [(NUMBERS + layer, slice(0, manifest.frame_bytes_of(layer)))]

@@ -101,8 +101,8 @@ def rank_shards(shards: Sequence[ShardAddress], key: ChunkKey) -> list[ShardAddr
 
 def is_given(shard: ShardAddress, key: ChunkKey, share: float) -> bool:
     """Return whether a chunk is in a shard's `share`. A larger share includes the chunks of a smaller one.
-
-    The seed makes this draw independent of the ranking, in which the owners of a chunk drew high values."""
+    The hash has its own seed, so it is independent of the ranking, in which the owners of a chunk have high
+    values."""
     draw = xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest, seed=1)
     return draw < share * (1 << 64)
 

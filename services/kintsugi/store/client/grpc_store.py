@@ -117,7 +117,7 @@ def counted(breaker: CircuitBreaker, address: str, is_refusal_counted: bool = Tr
     client itself. A caller that ends a stream early has received an answer.
     """
     if not breaker.allows():
-        raise LeftAlone(f"{address} failed lately and is left alone for a moment")
+        raise LeftAlone(f"{address} failed recently and is not called for a moment")
     try:
         yield
     except LeftAlone:  # raised by an inner breaker
@@ -502,7 +502,7 @@ class GrpcStore(ChunkStore):
     ) -> ErasureRange:
         """Return the erasures after number `after`, which the shard with id `shard_id` returned; all erasures
         if the shard has another id; only the latest number if `after` is None. With `learned`, erasures that
-        the shard learned from other shards are included. `asked_by` is the id of a shard that asks and has
+        the shard learned from other shards are included. `asked_by` is the id of the calling shard, which has
         applied all erasures up to `after`."""
         request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned, asked_by=asked_by)
         return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
@@ -537,7 +537,7 @@ class GrpcStore(ChunkStore):
         return "shared-memory" if self._same_host.attached else "grpc"
 
     def counters(self) -> pb.StatsResponse:
-        """Return everything that the shard counts."""
+        """Return all counters of the shard."""
         stats: pb.StatsResponse = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
         return stats
 

@@ -133,7 +133,7 @@ class RamStore(ChunkStore):
         manifest = replace(manifest, asked_at_s=manifest.asked_at_s or time.time())
         with self._lock:
             if self._is_erased(manifest):
-                raise NotFound(f"chunk {manifest.key} was erased after its save was asked for")
+                raise NotFound(f"chunk {manifest.key} was erased after its save was requested")
             if self._retain(address, ttl_s):
                 self._touch(address)
                 return False

@@ -70,7 +70,7 @@ class ArenaMap:
         self, offset: int, into: memoryview, manifest: ChunkManifest, layer: int, heads: HeadRange
     ) -> bool:
         """Copy the bytes of `heads` of a layer and return whether they match their digests. Bytes of an
-        encrypted chunk are not verified here, but when they are decrypted."""
+        encrypted chunk are verified later, when they are decrypted."""
         _, size, digests = manifest.head_digests(layer, heads)
         intact = True
         for head in range(len(digests) // DIGEST_BYTES):

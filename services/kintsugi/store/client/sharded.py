@@ -179,8 +179,8 @@ class ShardedStore(ChunkStore):
         return self._ask_owners(keys, lambda store, part: store.tiers(namespace, part))
 
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:
-        """Extends the lifetime at every owner. An owner that does not answer receives a copy later if its own
-        has expired."""
+        """Extends the lifetime at every owner. An owner that does not answer receives a new copy later, if
+        its own has expired."""
         held = self._ask_owners(
             keys, lambda store, part: [one or None for one in store.retain(namespace, part, ttl_s)]
         )
@@ -191,7 +191,7 @@ class ShardedStore(ChunkStore):
         keys: Sequence[ChunkKey],
         ask: Callable[[GrpcStore, Sequence[ChunkKey]], Sequence[Answer | None]],
     ) -> builtins.list[Answer | None]:
-        """Ask all owners of the keys, and return for each key the first answer that is not None. Raises
+        """Call all owners of the keys, and return for each key the first answer that is not None. Raises
         `Unavailable` if a key has no such answer and one of its owners did not answer."""
         shards = self.shard_map()
         if not shards.shards and keys:
@@ -222,7 +222,8 @@ class ShardedStore(ChunkStore):
         found: dict[int, dict[ChunkKey, ChunkManifest]] = {}
         for shard, answer in zip(shards.shards, answers, strict=True):
             for anchor, manifests in (answer or {}).items():
-                # A shard may still hold a chunk that another shard owns now: it is never read, so a miss.
+                # A shard may still hold a chunk that another shard owns now. That copy is never read, so it
+                # counts as a miss.
                 owned = {m.key: m for m in manifests if shard in shards.owners(m.key)}
                 found.setdefault(anchor, {}).update(owned)
         return {
@@ -412,8 +413,8 @@ class ShardedStore(ChunkStore):
         a trip of the gate would undo it when it is the only one to answer."""
 
         def put(store: GrpcStore) -> None:
-            # A read does not fail because a shard has no room or another clock, or because the reader may
-            # not write reports.
+            # A read must not fail because a shard has no room, its clock differs, or the reader may not write
+            # reports.
             with suppress(ResourceExhausted, InvalidField, PermissionDenied):
                 store.put_report(fingerprint, name, newest)
 

@@ -84,7 +84,7 @@ class Caller:
 
     def may_use(self, namespace: str) -> bool:
         """Return whether the caller may use a namespace. A caller that may use a namespace may also use its
-        parts. The pattern `docs/*` does not include the parts of `docs` itself; `docs/-/*` does."""
+        parts. The pattern `docs/*` does not match the parts of `docs` itself; `docs/-/*` does."""
         return any(
             (namespace if MARK in pattern else base_of(namespace)).startswith(pattern[:-1])
             if pattern.endswith("*")

@@ -119,8 +119,8 @@ class ErasureRange:
     next: int
     """The number up to which this page covers the erasures."""
     merged: Mapping[str, ErasureMark]
-    """The merged erasures by namespace (empty: all namespaces): their highest number and latest time. Only
-    marks above the requested number are included."""
+    """For each namespace (empty: all namespaces), the highest number and latest time of its merged erasures.
+    Only numbers above the requested one are included."""
     shard_id: str = ""
     """The shard that sent the page; empty in that shard."""
 
@@ -159,7 +159,7 @@ class ChunkStore(ABC):
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         """Return the fastest tier that holds each key, None for a miss.
 
-        For callers that act on misses. Unlike `lookup`, raises `Unavailable` if a key was not found and a
+        Use it to act on misses. Unlike `lookup`, raises `Unavailable` if a key was not found and a
         shard that owns it did not answer."""
         return [self.transport if manifest else None for manifest in self.lookup(namespace, keys)]
 
@@ -233,9 +233,9 @@ class ChunkStore(ABC):
 
     def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> Sequence[ErasedPlace]:
         """Erase chunks whose saves were requested until `at_s` (Unix seconds; 0: now); `keys` None: all
-        chunks of the namespace and its parts. No tier keeps any of their bytes, nor of copies that it evicted
-        before. Returns the places where they were stored; every shard is named. Waits for readers of the
-        chunks.
+        chunks of the namespace and its parts. No tier keeps any of their bytes, or any bytes of copies that
+        it evicted earlier. Returns the places where they were stored; every shard is named. Waits for readers
+        of the chunks.
 
         The erasure is recorded: puts requested until then are refused, caches apply it (`erasures`), and
         absent shards apply it when they return. Raises `Unavailable` if a shard that may hold some chunks did

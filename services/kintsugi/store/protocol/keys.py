@@ -27,7 +27,7 @@ _KEY_ID_BYTES = 8
 
 def key_id_of(data_key: bytes) -> str:
     """Return the id of a data key in manifests: 16 hexadecimal digits derived from the key itself. So a
-    client with other keys sees that it cannot read a chunk, and does not take the chunk for damaged."""
+    client with other keys can tell a chunk that it cannot read from a damaged one."""
     kdf = HKDF(algorithm=SHA256(), length=_KEY_ID_BYTES, salt=None, info=b"kintsugi-key-id")
     return kdf.derive(data_key).hex()
 
@@ -78,4 +78,4 @@ class KeySource(ABC):
         Called for every request, lookup, put and stream, so an implementation must answer from memory. A
         stream that begins after a key was removed must not use it. Raises `PermissionDenied` for a namespace
         whose keys were destroyed or are unavailable; then nothing of it is read or stored. Must raise no
-        other error, because the client would take it for a failure of a shard."""
+        other error, because the client would treat it as a failure of a shard."""

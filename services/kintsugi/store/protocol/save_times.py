@@ -1,8 +1,8 @@
 """The request times of saves, which decide whether an erasure covers a chunk.
 
 An erasure covers the saves that were requested before it. Clocks may differ by `CLOCKS_DIFFER_S`, so a save's
-request time is set back by that much: no save from before an erasure survives it. A process that knows of an
-erasure sets the request times of its later saves after it."""
+request time is set back by that time: no save that precedes an erasure survives it. A process that knows of
+an erasure sets the request times of its later saves after it."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
 CLIENT_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 4 * MESSAGE_BYTES_TARGET))
-"""A client buffers a few messages; otherwise a shard could send a message only after the client verified the
-one before. A shard does not, because it would buffer as much for every client that puts."""
+"""A client buffers a few messages, so that a shard need not wait until the client has verified the previous
+message. A shard does not, because it would need this memory for every client that puts."""
 
 
 def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
@@ -146,8 +146,8 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
 
 @lru_cache(maxsize=256)
 def _layout(serialized: bytes) -> KVLayout:
-    """Parse a layout. Cached, because a catalog of 100,000 chunks has a handful of layouts. Raises
-    `InvalidField`."""
+    """Parse a layout. The result is cached, because a catalog of 100,000 chunks has only a few layouts.
+    Raises `InvalidField`."""
     layout = pb.Layout.FromString(serialized)
     if len(layout.groups) > LAYERS_MAX:
         raise InvalidField(
@@ -256,4 +256,4 @@ def parse_payload(message: bytes, kind: type[Header]) -> tuple[Header, memoryvie
     try:
         return kind.FromString(header), payload
     except DecodeError as error:
-        raise InvalidField("message", f"is no {kind.__name__} ({error})") from None
+        raise InvalidField("message", f"is not a {kind.__name__} ({error})") from None

@@ -75,7 +75,7 @@ class CopyTier(ABC):
         self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
 
     def remove(self, entry: ChunkEntry) -> None:
-        """Stop counting an entry's copy. The policy may have given it up already."""
+        """Stop counting an entry's copy. The policy may have removed it already."""
         self.chunks -= 1
         self._count(entry.manifest.namespace, -entry.charged_bytes)
         self.policy.remove(entry)
@@ -184,8 +184,8 @@ class ChunkEntry:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a put of it changes nothing. Only chunks that are in a bucket alone, which may lose them,
-        are replaced."""
+        """Whether a put of it changes nothing. A put replaces only chunks that only a bucket holds, because a
+        bucket may lose them."""
         return self.ram is not None or self.pins > 0 or self.is_durable
 
     @property

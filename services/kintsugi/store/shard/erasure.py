@@ -74,7 +74,7 @@ class Removed:
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Copies and their bytes by the name of their tier."""
     gone_at_s: float = 0.0
-    """Unix seconds: when an erasure had wiped their bytes."""
+    """Unix seconds: when an erasure finished wiping their bytes."""
 
     def count(self, entry: ChunkEntry) -> None:
         """Count a chunk that is about to be forgotten."""
@@ -373,10 +373,9 @@ class Erasures:
 
 
 def _asked_s(at_s: float, before_s: float, learned: bool) -> float:
-    """Return the recorded time of an erasure after others of the same chunk or namespace at `before_s`.
-
-    A learned erasure keeps its time, or two shards would exchange ever later ones. So does an erasure that is
-    repeated because its answer was lost.
+    """Return the time to record for an erasure if the same chunk or namespace was already erased at
+    `before_s`. A learned erasure keeps its time, because two shards would otherwise exchange ever later ones.
+    An erasure that is repeated because its answer was lost keeps its time, too.
     """
     if learned or at_s >= before_s:
         return max(at_s, before_s)
@@ -444,7 +443,7 @@ class Holders:
 
 
 class Shared:
-    """Runs work once for all callers that came before it began. Thread-safe."""
+    """Runs work once for all callers that waited when it began. Thread-safe."""
 
     def __init__(self) -> None:
         self._running = threading.Lock()
@@ -454,7 +453,7 @@ class Shared:
         self._counting = threading.Lock()
 
     def run(self, work: Callable[[], None]) -> None:
-        """Return when a whole run has begun and ended after this call. Raises the errors of a run in this
+        """Return after one whole run that began after this call. Raises the errors of a run in this
         thread, and `Unavailable` after `close`."""
         with self._counting:
             self._asked += 1

@@ -221,7 +221,8 @@ def _end_job(job: WriteJob) -> bool:
 
 
 def begin_load(entry: ChunkEntry, target: Residence) -> Promotion:
-    """Begin to fill `target`, a new residence in RAM, from the disk copy, which the caller has acquired."""
+    """Begin to fill `target`, a new residence in RAM, from the disk copy. The caller has acquired the disk
+    copy."""
     source = entry.disk
     assert source is not None
     assert source.readers > 0
@@ -233,7 +234,7 @@ def begin_load(entry: ChunkEntry, target: Residence) -> Promotion:
 
 
 def advance_load(step: LoadStep, lost: str) -> bool:
-    """Note that a step has ended. Returns whether it is the one that lost the chunk. `lost`: why the frames
+    """Note that a step has ended. Returns whether this step has lost the chunk. `lost`: why the frames
     could not be read, or empty."""
     load, target = step.load, step.load.target
     assert load.entry.gone or load.entry.ram is target or target.condemned

@@ -103,7 +103,8 @@ class ShardSpec:
 
 
 def open_shard(spec: ShardSpec) -> Shard:
-    """Open a shard and recover it from its directories. Close it. Configures the process's allocator.
+    """Open a shard and recover it from its directories. The caller must close it. Configures the process's
+    allocator.
 
     Raises `Unavailable` if another process uses a directory, `VersionMismatch` or `Corrupted` if this build
     cannot read it, `ResourceExhausted` if a disk has no room, `InvalidField`.
@@ -137,7 +138,7 @@ def open_shard(spec: ShardSpec) -> Shard:
 
 @contextmanager
 def _translate_open_errors(where: object) -> Iterator[None]:
-    """Raise the errors of a folder's files as our errors."""
+    """Convert the errors of a folder's files to Kintsugi's errors."""
     try:
         yield
     except lmdb.Error as error:

@@ -16,7 +16,7 @@ PINS_MAX = 65536
 PINNED_SHARE_MAX = 0.5
 """Largest share of the largest tier that may be pinned, so that other chunks keep a useful hit rate."""
 NAMESPACE_SHARE_MAX = 0.5
-"""Largest share of the pinnable bytes that one namespace may pin, unless its limits set another."""
+"""Largest share of the pinnable bytes that one namespace may pin, unless its limits set another share."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Leases:
 
     @property
     def namespace_bytes_max(self) -> float:
-        """The most bytes that one namespace may pin."""
+        """Maximum number of bytes that one namespace may pin."""
         return NAMESPACE_SHARE_MAX * self._bytes_max
 
     def end(self, lease_id: str) -> Sequence[ChunkEntry]:

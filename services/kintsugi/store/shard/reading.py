@@ -27,8 +27,8 @@ class HeldChunk:
         return isinstance(self.residence.tier, RamTier)
 
     def ready(self, layer: int) -> bool:
-        """Return whether a layer is in RAM. `lost` says if it never will be; `EntryTable.await_layer`
-        waits."""
+        """Return whether a layer is in RAM. `lost` tells whether it never will be. `EntryTable.await_layer`
+        waits for it."""
         return self.manifest.place_of(layer) not in self.residence.unloaded
 
     @property

@@ -70,7 +70,8 @@ def _check_protocol(context: Any) -> None:
 def _answers(
     handler: Callable[[Any, Any, Any], Awaitable[Any]],
 ) -> Callable[[Any, Any, Any], Awaitable[Any]]:
-    """Wrap an RPC's handler: check protocol and access, time the call, turn our errors into gRPC statuses."""
+    """Wrap an RPC's handler: check protocol and access, measure the call, convert Kintsugi's errors to gRPC
+    statuses."""
 
     @wraps(handler)
     async def handle_rpc(self: Any, request: Any, context: Any) -> Any:
@@ -242,7 +243,7 @@ class ChunkStoreService:
     async def _cut_by_erasures(
         self, namespace: str, keys: Sequence[ChunkKey], is_in_the_way: Callable[[], bool]
     ) -> AsyncIterator[None]:
-        """End the `with` block with `_Cut` if an erasure of the chunks has waited for it too long.
+        """End the `with` block with `_Cut` if an erasure of its chunks has waited too long for the block.
         `is_in_the_way`: as in `Holders.add`."""
         loop = asyncio.get_running_loop()
         try:

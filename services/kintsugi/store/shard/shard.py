@@ -58,7 +58,7 @@ CUT_PERIOD_S = 1.0
 
 
 class Shard:
-    """The chunk KV of one process. `close` it."""
+    """The chunk KV of one process. The owner must call `close`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Shard:
         clock: Callable[[], float] = time.monotonic,
         bucket: ObjectTier | None = None,
     ) -> None:
-        """`bucket`: the object tier, below the SSD tiers. The shard closes what it is given."""
+        """`bucket`: the object tier, below the SSD tiers. The shard closes all tiers that it is given."""
         self.shard_id = shard_id or str(uuid.uuid4())
         self.ram = ram
         self.disks = disks
@@ -249,8 +249,8 @@ class Shard:
         return held
 
     def record_lifetimes(self) -> None:
-        """Write every lifetime that got longer to the catalogs. Raises `Unavailable`; then the next call
-        tries again."""
+        """Write every extended lifetime to the catalogs. Raises `Unavailable`; the next call then tries
+        again."""
 
         def record(entries: Collection[ChunkEntry]) -> None:
             for tier in self.lower_tiers:
@@ -265,12 +265,12 @@ class Shard:
         self.table.unrecorded.record(record)
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Delete chunks. Returns how many there were. Durable when `flush_writers` is done."""
+        """Delete chunks. Returns how many were stored. Durable when `flush_writers` is done."""
         self._check(namespace)
         return self.table.remove(Scope.of(namespace, keys)).chunks
 
     def clear(self, namespace: str) -> int:
-        """Delete a namespace's chunks. Returns how many there were."""
+        """Delete a namespace's chunks. Returns how many were stored."""
         self._check(namespace)
         return self.table.remove(Scope(namespace)).chunks
 
@@ -315,8 +315,8 @@ class Shard:
         """Apply erasures that another shard has recorded and this one has missed.
 
         `found`: the erasures of the shard `peer` after its number `self.erasures.seen_of(peer)`. For merged
-        erasures, the erased chunks are unknown, so every chunk that they may cover is deleted. Raises like
-        `erase`."""
+        erasures the erased chunks are unknown, so every chunk that such an erasure may cover is deleted.
+        Raises like `erase`."""
         for namespace, mark in found.merged.items():
             held = {entry.manifest.namespace for entry in self.table.entries()}
             doomed = sorted(name for name in held if namespace in ("", *enclosing(name)))

@@ -137,7 +137,7 @@ class LayerStream:
 
 
 def _frame_in_place(chunk: HeldChunk, layer: int) -> memoryview | None:
-    """Return a frame in RAM; None if it is not there yet."""
+    """Return a frame that is in RAM; None if it is not in RAM yet."""
     if not chunk.in_ram or chunk.lost or not chunk.ready(layer):
         return None
     return chunk.frame(layer)

@@ -228,7 +228,7 @@ class EntryTable:
 
     def retain(self, addresses: Iterable[Address], ttl_s: float) -> list[bool]:
         """Keep chunks for at least `ttl_s` from now. Returns whether each is present. No lifetime gets
-        shorter. `unrecorded` has those that got longer."""
+        shorter. `unrecorded` receives the chunks whose lifetimes got longer."""
         with self._lock:
             until_s = self._wall_clock() + ttl_s
             return [self._retain(address, until_s) for address in addresses]
@@ -307,8 +307,7 @@ class EntryTable:
         return removed
 
     def await_free(self, scope: Scope, timeout_s: float) -> bool:
-        """Wait until no call or thread uses the bytes of removed chunks. Returns whether that came in
-        time."""
+        """Wait until no call or thread uses the bytes of removed chunks. Returns False after a timeout."""
         deadline_s = self._clock() + timeout_s
         with self._lock:
             while is_in_hand(scope, self._tiers, self._puts, self._demoting):
@@ -371,9 +370,9 @@ class EntryTable:
         return job.done
 
     def make_durable(self, address: Address) -> Future[None] | None:
-        """Write a chunk to disk if only RAM has it. Returns a future that is done when it is there; None if
-        it is there already, or absent. Raises `InvalidField` without an SSD tier, `Unavailable` if only a
-        bucket may have the chunk."""
+        """Write a chunk to disk if only RAM has it. Returns a future that is done when the chunk is on disk;
+        None if it is on disk already, or absent. Raises `InvalidField` without an SSD tier, `Unavailable` if
+        only a bucket may have the chunk."""
         with self._lock:
             entry = self._index.get(address)
             if not self.queues:
@@ -415,7 +414,7 @@ class EntryTable:
             return queue.take_batch() if queue.has_work else None
 
     def close_writes(self, queue: WriteQueue) -> None:
-        """Have the writer end after the pending work, deletions included."""
+        """Make the writer end after the pending work, deletions included."""
         with self._lock:
             queue.close()
             self._changed.notify_all()
@@ -547,7 +546,7 @@ class EntryTable:
             return step
 
     def close_loads(self, queue: LoadQueue) -> None:
-        """Have the queue's threads end."""
+        """Make the queue's threads end."""
         with self._lock:
             queue.closed = True
             self._load_added.notify_all()

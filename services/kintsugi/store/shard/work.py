@@ -33,7 +33,7 @@ def uncancellable_future() -> Future[None]:
 
 
 def settle(futures: Iterable[Future[None]], failure: BaseException | None) -> None:
-    """End those futures that have not ended. None is success."""
+    """End the futures that have not ended. An error of None means success."""
     for future in futures:
         if future.done():
             continue
@@ -44,7 +44,7 @@ def settle(futures: Iterable[Future[None]], failure: BaseException | None) -> No
 
 
 def run_in_turn(begin: Sequence[Callable[[], Future[None]]]) -> list[Future[None]]:
-    """Begin each piece of work when the one before has succeeded or failed. Returns a future for each. If a
+    """Begin each piece of work when the previous one has succeeded or failed. Returns a future for each. If a
     piece cannot begin, its future fails."""
     futures = [uncancellable_future() for _ in begin]
 
@@ -129,7 +129,7 @@ class WriteQueue:
         return flush
 
     def close(self) -> None:
-        """Have the writer end after a last flush. No more jobs are added."""
+        """Make the writer end after a last flush. No more jobs are added."""
         if not self.closed:
             self.add_flush()
         self.closed = True
@@ -273,7 +273,7 @@ class Loads:
         return self._promotions.begin_load(entry, target)
 
     def end(self, step: LoadStep) -> None:
-        """Note that a step has ended. It may be the last of its load."""
+        """Note that a step has ended, which may be the last one of its load."""
         load = step.load
         if load.tier.is_remote and not load.target.unloaded:
             self._far_bytes -= load.source.size_bytes

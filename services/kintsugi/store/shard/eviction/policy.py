@@ -22,7 +22,7 @@ USES_MAX = 3
 
 
 def itself(item: Item) -> Hashable:
-    """The default identity, for items that do not come back."""
+    """The default identity, for items that never return."""
     return item
 
 
@@ -81,8 +81,8 @@ class S3Fifo(EvictionPolicy[Item]):
     Yang et al., SOSP'23, with two parameters moved for chunk traffic: half of the tier is "small", and the
     ghost remembers twice the tier's bytes, because prompts come back after minutes, not seconds. Chosen on
     the first half of a production trace, measured on the second: docs/adr/0005. Cost: constant, plus a step
-    over each item that may not leave and for each use that an item of the main queue has to lose first (at
-    most `USES_MAX`).
+    over each item that may not leave and for each use that is subtracted from items of the main queue before
+    one may leave (at most `USES_MAX` for each item).
     """
 
     def __init__(self, capacity_bytes: int, identity: Callable[[Item], Hashable] = itself) -> None:

@@ -179,12 +179,12 @@ class Shares:
         return limits is not None and self._ssd_bytes(namespace) + added_bytes > bytes_of(limits.ssd_gib)
 
     def is_full_for(self, manifest: ChunkManifest) -> bool:
-        """Return whether the limits of its namespace let the chunk in only if others leave."""
+        """Return whether the limits of its namespace admit the chunk only after others leave."""
         exceeds = self._exceeds_ssd if self._lower else self.exceeds_ram
         return exceeds(manifest.namespace, manifest.chunk_bytes)
 
     def may_be_on_ssd(self, manifest: ChunkManifest) -> bool:
-        """Return whether the chunk alone fits its namespace's limit of SSD."""
+        """Return whether the chunk, on its own, fits its namespace's limit of SSD."""
         limits = self.rules.limits_of(manifest.namespace)
         return limits is None or manifest.chunk_bytes <= bytes_of(limits.ssd_gib)
 
@@ -299,7 +299,7 @@ def may_leave_disk(entry: ChunkEntry) -> bool:
 
 
 def give_up(tier: LowerTier, needed_bytes: int) -> list[Eviction]:
-    """Take chunks that a tier's policy gives up, for more bytes than needed or until no more may leave."""
+    """Take chunks that a tier's policy evicts, until their bytes exceed the need or no more may leave."""
     goal_bytes = max(needed_bytes, min(ROOM_BYTES_MIN, tier.capacity_bytes // 16))
     evictions: list[Eviction] = []
     while goal_bytes > 0 and (victim := tier.policy.evict(may_leave_disk)) is not None:
@@ -469,7 +469,7 @@ class Room:
     def refusal(self, manifest: ChunkManifest) -> NoRoomYet:
         """The error for a put that found no room in time."""
         return NoRoomYet(
-            f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or waiting for the "
-            f"disk ({self._ram.allocator.free_bytes} of {self._ram.capacity_bytes} bytes of RAM are "
+            f"{manifest.chunk_bytes} bytes do not fit beside chunks that are pinned, being read or waiting "
+            f"for the disk ({self._ram.allocator.free_bytes} of {self._ram.capacity_bytes} bytes of RAM are "
             "free), or into what the namespace may use; try again later"
         )

@@ -69,7 +69,7 @@ class VersionsKept(BucketError):
 
 
 class ObjectMissing(Corrupted):
-    """The bucket has forgotten an object."""
+    """The bucket no longer has an object."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def _fill(views: Sequence[memoryview], body: Iterator[Any]) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a call failed, in one line. Only the code of the answer is included, because its text may
+    """Return why a call failed, in one line. Of an answer, only the code is included, because the text may
     repeat parts of the request."""
     text = str(error)
     code = _CODE.search(text)

@@ -223,8 +223,8 @@ class DiskTier(LowerTier):
             self.allocator.free(residence.extents)
 
     def bury(self) -> int:
-        """Have the catalog forget the copies that left, then free those without readers. Returns the freed
-        bytes. Raises `lmdb.Error`; then nothing changed."""
+        """Delete the records of dropped copies from the catalog, then free the copies without readers.
+        Returns the freed bytes. Raises `lmdb.Error`; then nothing changed."""
         with self._lock:
             if not self._unlinked and not self._graveyard:
                 return 0  # without waiting for another commit
@@ -232,7 +232,7 @@ class DiskTier(LowerTier):
             return self._bury()
 
     def _bury(self) -> int:
-        """As `bury`. The caller holds the catalog's lock."""
+        """Like `bury`, for a caller that holds the catalog's lock."""
         with self._lock:
             dead, self._graveyard = self._graveyard, []
         try:
@@ -247,8 +247,8 @@ class DiskTier(LowerTier):
         return sum(residence.size_bytes for residence in dead)
 
     def wipe(self) -> None:
-        """Wipe forgotten chunks without readers from the tier's files. Raises `OSError` and `lmdb.Error`;
-        then some bytes may remain."""
+        """Wipe the bytes of dropped chunks without readers from the tier's files. Raises `OSError` and
+        `lmdb.Error`; then some bytes may remain."""
         since = self.slab.syncs_failed
         wiped: list[tuple[int, int]] = []
         try:
@@ -283,13 +283,13 @@ class DiskTier(LowerTier):
                 self.allocator.return_wiped(*run)
 
     def commit(self, written: Sequence[tuple[Copying, Residence]]) -> None:
-        """Have the catalog name chunks whose frames are on disk. Copies whose source was dropped meanwhile
+        """Record chunks whose frames are on disk in the catalog. Copies whose source was dropped meanwhile
         are left out. Raises `lmdb.Error`; then nothing changed."""
         with self._catalog_lock:
             self._record([(one.entry, target) for one, target in written if not one.source.condemned])
 
     def forget_older(self, written: Iterable[Copying]) -> None:
-        """Have the catalog forget older copies of chunks that a slower tier is about to name. Raises
+        """Delete from the catalog older copies of chunks that a slower tier is about to record. Raises
         `lmdb.Error`; then nothing changed."""
         with self._catalog_lock:
             entries = [one.entry for one in written if not one.source.condemned]

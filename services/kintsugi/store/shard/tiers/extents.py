@@ -1,8 +1,8 @@
 """Free space of an arena or slab, allocated as extents of whole frames.
 
-A chunk takes one extent if a hole is long enough, else several. So chunks of different sizes share the space,
-and only holes smaller than a frame are wasted. Cost: constant in the common case; a bounded scan of one size
-class for the best fit; a walk over the largest holes if a chunk is split.
+A chunk takes one extent if a hole is long enough, else several. Chunks of different sizes can therefore share
+the space, and only holes smaller than a frame are wasted. Cost: constant in the common case; a bounded scan
+of one size class for the best fit; a walk over the largest holes if a chunk is split.
 
 Freeing space leaves its bytes: an eviction costs nothing. An erasure wipes all free space that may hold bytes
 of earlier chunks (`Leftovers`), so that chunks evicted long ago are wiped, too.
@@ -146,8 +146,8 @@ class Leftovers:
 
 
 def windows_of(capacity_bytes: int) -> list[tuple[int, int]]:
-    """Return `(start, stop)` windows to wipe one after the other, and last the whole, for space freed
-    meanwhile. Windows are small because space cannot be allocated while it is wiped."""
+    """Return `(start, stop)` windows to wipe one after the other. The last one is the whole range, for space
+    that was freed meanwhile. The others are small, because space cannot be allocated while it is wiped."""
     step = _granules(-(-capacity_bytes // WINDOWS)) * GRANULE_BYTES
     starts = range(0, capacity_bytes, step)
     return [*((start, min(start + step, capacity_bytes)) for start in starts), (0, capacity_bytes)]
@@ -261,7 +261,7 @@ class ExtentAllocator:
         self._give(start, size)
 
     def note_unwiped(self, start: int, size: int) -> None:
-        """Note that a run given to `return_wiped` may hold old bytes after all, where it is still free."""
+        """Note that the free parts of a run given to `return_wiped` may hold old bytes after all."""
         self._leftovers.note(start, size)
 
     def _give(self, start: int, size: int) -> None:

@@ -287,14 +287,14 @@ class LowerTier(CopyTier):
     # The catalog
 
     def unlink(self, residence: Residence) -> None:
-        """Have the catalog forget a residence that no entry holds, at the next `bury`."""
+        """Make the next `bury` delete a residence that no entry holds from the catalog."""
         self.lingering.add(residence)
         with self._lock:
             self._unlinked.append(residence)
 
     def extend(self, entries: Iterable[ChunkEntry]) -> None:
-        """Record how long chunks are kept. Chunks that are gone are left out: their addresses may name chunks
-        that were put since. Raises `lmdb.Error`; then nothing changed."""
+        """Record how long chunks are kept. Chunks that were forgotten are left out: their addresses may name
+        chunks that were put since. Raises `lmdb.Error`; then nothing changed."""
         with self._catalog_lock:  # a chunk that is being committed is recorded with its earlier lifetime
             with self._lock:
                 named = [entry for entry in entries if not entry.gone and entry.address in self._recorded]
@@ -302,14 +302,14 @@ class LowerTier(CopyTier):
                 self.catalog.extend((entry.address, entry.expires_at_s) for entry in named)
 
     def _record(self, copies: Sequence[tuple[ChunkEntry, Residence]]) -> None:
-        """Have the catalog name copies. The caller holds the catalog's lock. Raises `lmdb.Error`; then
+        """Record copies in the catalog. The caller holds the catalog's lock. Raises `lmdb.Error`; then
         nothing changed."""
         self.catalog.apply([(entry.address, _record_of(entry, residence)) for entry, residence in copies])
         with self._lock:
             self._recorded.update((entry.address, residence) for entry, residence in copies)
 
     def _forget_records(self, addresses: Sequence[Address]) -> None:
-        """Have the catalog forget what it names. The caller holds the catalog's lock. Raises `lmdb.Error`;
+        """Delete recorded copies from the catalog. The caller holds the catalog's lock. Raises `lmdb.Error`;
         then nothing changed."""
         if not addresses:
             return  # a commit costs a sync
@@ -319,7 +319,7 @@ class LowerTier(CopyTier):
                 del self._recorded[address]
 
     def _forget_unlinked(self) -> None:
-        """Have the catalog forget the copies that left. The caller holds the catalog's lock. Raises
+        """Delete the records of dropped copies from the catalog. The caller holds the catalog's lock. Raises
         `lmdb.Error`; then nothing changed."""
         with self._lock:
             unlinked, self._unlinked = self._unlinked, []
@@ -335,9 +335,9 @@ class LowerTier(CopyTier):
 
     def recover(self, is_unwanted: Callable[[ChunkManifest], bool]) -> tuple[list[ChunkEntry], int]:
         """Read the catalog before anything else uses the tier. Returns the chunks, and the number of damaged
-        records (a wrong checksum, or frames that cannot lie where the record says). Those and chunks that
-        `is_unwanted` names are forgotten. The order of eviction begins anew: earlier uses do not count.
-        Raises `VersionMismatch`; then nothing changed."""
+        records (a wrong checksum, or frames that cannot lie where the record says). These records, and chunks
+        for which `is_unwanted` is true, are deleted. The order of eviction starts empty: earlier uses do not
+        count. Raises `VersionMismatch`; then nothing changed."""
         kept: list[ChunkEntry] = []
         doomed: list[bytes] = []
         damaged = 0
@@ -391,8 +391,8 @@ class LowerTier(CopyTier):
 
     @abstractmethod
     def _occupy(self, entries: Sequence[ChunkEntry]) -> Collection[ChunkEntry]:
-        """Count the space of recovered chunks as used. Returns the chunks whose frames overlap others', and
-        leaves those out."""
+        """Count the space of recovered chunks as used. Leaves out chunks whose frames overlap others', and
+        returns them."""
 
 
 def _record_of(entry: ChunkEntry, residence: Residence) -> pb.CatalogRecord:

@@ -89,7 +89,8 @@ class ObjectTier(LowerTier):
         self.staged_bytes = 0
         """Memory that uploads take."""
         self.faults: Counter[str] = Counter()
-        """Chunks lost, or not taken, by reason: `missing`, `damaged`, `failed`, `refused`."""
+        """Number of chunks that were lost or refused, by reason: `missing`, `damaged`, `failed`,
+        `refused`."""
         self._capacity_bytes = capacity_bytes
         self._staging_bytes = staging_bytes
         self._used_bytes = 0
@@ -146,11 +147,11 @@ class ObjectTier(LowerTier):
         return self.bucket.is_in_reach
 
     def keeps(self, residence: Residence) -> bool:
-        """As `CopyTier.keeps`: if the bucket answers and the upload has ended."""
+        """As `CopyTier.keeps`: true if the bucket answers and the upload has ended."""
         return self.is_in_reach and self.holds(residence)
 
     def holds(self, residence: Residence) -> bool:
-        """As `CopyTier.holds`: if the upload has ended."""
+        """As `CopyTier.holds`: true if the upload has ended."""
         return residence not in self._staged
 
     # Uploads
@@ -222,7 +223,7 @@ class ObjectTier(LowerTier):
         self._note_read(sum(map(len, frames)), began_s)
 
     def free(self, residence: Residence) -> None:
-        """Have the object of a residence without readers deleted."""
+        """Queue the object of a residence without readers for deletion."""
         self.lingering.discard(residence)
         self._release(residence)
 
@@ -237,14 +238,15 @@ class ObjectTier(LowerTier):
                 self._add_dead([name])
 
     def bury(self) -> None:
-        """Have the catalog forget the chunks that left. Raises `lmdb.Error`; then nothing changed."""
+        """Delete the records of dropped chunks from the catalog. Raises `lmdb.Error`; then nothing
+        changed."""
         with self._catalog_lock:
             self._forget_unlinked()
 
     # Deletions
 
     def _add_dead(self, names: Iterable[str]) -> None:
-        """Have objects deleted. The caller holds the lock."""
+        """Queue objects for deletion. The caller holds the lock."""
         for name in names:
             if len(self._dead) < DEAD_MAX:
                 self._dead[name] = None

@@ -203,9 +203,9 @@ class Committed:
     """The outcome of a commit."""
 
     inserted: bool
-    """False if the chunk was there already, or was in a bucket that cannot be reached."""
+    """False if the chunk was stored already, or was in a bucket that cannot be reached."""
     durable: Future[None] | None
-    """Done when the chunk is on disk; None if it was not inserted or stays in RAM."""
+    """A future that is done when the chunk is on disk; None if it was not inserted or stays in RAM."""
 
 
 class ChunkPut:

@@ -1,9 +1,9 @@
 """Uploads chunks from the last SSD tier to a bucket, and deletes objects from it.
 
 Demotion copies a chunk into memory and returns, so making room on a disk never waits for the network. A few
-threads upload. Another thread has the catalog forget dropped copies, and a last one deletes their objects and
-probes a bucket that has failed, so a deletion does not wait for the bucket. Chunks that the bucket does not
-take, because it is slow, full or unreachable, are lost, as they would be without a bucket.
+threads upload. Another thread deletes dropped copies from the catalog, and a last one deletes their objects
+and probes a bucket that has failed, so a deletion does not wait for the bucket. Chunks that the bucket does
+not take, because it is slow, full or unreachable, are lost, as they would be without a bucket.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BucketWriter:
             thread.start()
 
     def close(self, timeout_s: float = CLOSE_S_MAX) -> None:
-        """Upload pending chunks for at most `timeout_s`, have the catalog forget dropped copies, then end."""
+        """Upload pending chunks for at most `timeout_s`, delete dropped copies from the catalog, then end."""
         self.await_uploads(timeout_s)
         with self._changed:
             self._closed = True
@@ -82,7 +82,7 @@ class BucketWriter:
         return self.tier.staged_bytes
 
     def flush(self) -> Future[None]:
-        """Return a future that is done when the catalog has forgotten the copies dropped so far. Their
+        """Return a future that is done when the copies dropped so far are deleted from the catalog. Their
         objects are deleted later; `ObjectTier.wipe` waits for that."""
         flush = uncancellable_future()
         with self._changed:
@@ -203,7 +203,7 @@ class BucketWriter:
             self._changed.notify_all()
 
     def _forget_all(self) -> None:
-        """Have the catalog forget dropped copies, until the shard closes."""
+        """Delete dropped copies from the catalog, until the shard closes."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._flushes or self._closed, TURN_S)
@@ -228,7 +228,7 @@ class BucketWriter:
             self.tier.check_bucket()
 
     def _forget(self) -> None:
-        """Have the catalog forget dropped copies, and end the flushes that wait for it."""
+        """Delete dropped copies from the catalog, and end the flushes that wait for it."""
         with self._changed:
             flushes, self._flushes = self._flushes, []
         failure: Unavailable | None = None

@@ -37,7 +37,7 @@ class Promoter:
         self, table: EntryTable, queue: LoadQueue, arena: Arena, readers: int = READERS, name: str = "read"
     ) -> None:
         self.faults: Counter[str] = Counter()
-        """Chunks that the tier lost (`missing`, `damaged`), and loads that it did not serve (`failed`)."""
+        """Number of chunks that the tier lost (`missing`, `damaged`), and of loads that failed (`failed`)."""
         self._table = table
         self._queue = queue
         self._arena = arena

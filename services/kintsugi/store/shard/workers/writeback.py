@@ -66,7 +66,7 @@ class TierWriter:
 
     def find_room(self, entry: ChunkEntry) -> Residence | None:
         """Allocate room for a chunk, evicting others if needed; None if that is not enough. Raises `OSError`,
-        `lmdb.Error`; chunks that a slower tier fails to take stay."""
+        `lmdb.Error`; chunks that a slower tier cannot take then stay."""
         while True:
             residence = self.tier.allocate(entry)
             if residence is not None:
@@ -77,8 +77,8 @@ class TierWriter:
                 return None
 
     def sync_and_commit(self, written: Sequence[tuple[Copying, Residence]], since: int) -> None:
-        """Sync written frames, have faster tiers' catalogs forget older copies of the chunks, then commit
-        them. `since`: as in `Slab.sync`. Raises `OSError`, `lmdb.Error`; then this tier's catalog is
+        """Sync written frames, delete older copies of the chunks from faster tiers' catalogs, then commit the
+        chunks. `since`: as in `Slab.sync`. Raises `OSError`, `lmdb.Error`; then this tier's catalog is
         unchanged."""
         self.tier.slab.sync(since)
         for faster in self._above:
@@ -174,7 +174,7 @@ class WriteBack:
         settle((*(job.done for job in abandoned.jobs), *abandoned.flushes), failure)
 
     def _write_batch(self, batch: WriteBatch) -> None:
-        # A chunk that was deleted during its commit is buried in this turn.
+        # A chunk that was deleted during its commit leaves the catalog in this turn.
         failure = self._wait_until_committed() if batch.flushes else None
         failure = self._write_once(batch.jobs) or failure
         if batch.flushes:
