@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kintsugi.core.deploy import RAY_ENVIRONMENT
 from kintsugi_operator.api.manifest import to_manifest
 from kintsugi_operator.api.pod_template import PodTemplate, Variable
 from kintsugi_operator.objects.names import LABEL_TEMPLATE, digest
@@ -216,7 +217,9 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
     env = {
         "HOME": TMP,
         "XDG_CACHE_HOME": f"{TMP}/cache",
-        "RAY_USAGE_STATS_ENABLED": "0",
+        **RAY_ENVIRONMENT,
+        # Ray's 15 is for machines with other work.
+        "RAY_worker_niceness": "0",
         "VLLM_NO_USAGE_STATS": "1",
         **pod.env,
         **environment(pod.more.env),

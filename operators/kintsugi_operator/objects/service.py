@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kintsugi.core.deploy import ENGINE_METRICS_PORT
+from kintsugi.core.sizing import CPU_KV_CACHE_GIB, GIB
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.api.status import Endpoints
@@ -53,8 +54,6 @@ from kintsugi_operator.objects.pods import (
 
 PART = "service"
 REVISION_KEY = "revision.json"
-GIB = 1 << 30
-CPU_KV_CACHE_BYTES = 2 * GIB
 
 
 def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> list[Manifest]:
@@ -225,8 +224,8 @@ def model_env(spec: BlendServiceSpec) -> Environment:
 
 def _kv_cache_gib(vllm: Mapping[str, Any]) -> int:
     """Size of a CPU's KV cache in whole GiB."""
-    size = vllm.get("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
-    return math.ceil(size / GIB) if isinstance(size, int) else CPU_KV_CACHE_BYTES // GIB
+    size = vllm.get("kv_cache_memory_bytes")
+    return math.ceil(size / GIB) if isinstance(size, int) else CPU_KV_CACHE_GIB
 
 
 def model_volumes(spec: BlendServiceSpec, size: str = "") -> list[Volume]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kintsugi.core.deploy import SHARD_METRICS_PORT, SHARD_PORT
+from kintsugi.core.sizing import RAY_NODE_GIB, shard_memory_gib
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.objects.base import (
     RAY_API_VERSION,
@@ -52,8 +53,6 @@ from kintsugi_operator.objects.pods import (
 )
 
 PART = "store"
-OVERHEAD_GIB = 2.0
-"""Memory of a shard's pod in addition to the RAM tier: for Ray, gRPC's buffers and /dev/shm."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
         Pod(
             **{**pod_basics(spec, owner.name, tags), "image": image.image},
             cpus=spec.store.cpus,
-            memory=mebibytes(spec.store.ram_gib + OVERHEAD_GIB),
+            memory=mebibytes(_memory_gib(spec)),
             ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
             volumes=[*_volumes(spec, owner, index), *shard_secrets(spec)],
             readiness=process_health("shard-metrics"),
@@ -155,6 +154,13 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
             more=spec.pod_template("store"),
         )
     )
+
+
+def _memory_gib(spec: BlendServiceSpec) -> float:
+    """Memory of a shard's pod with full tiers."""
+    store, has_bucket = spec.store, bool(spec.store.bucket_url)
+    lower_gib = sum(tier.gib for tier in store.tiers) + store.bucket_gib * has_bucket
+    return RAY_NODE_GIB + shard_memory_gib(store.ram_gib, lower_gib, has_bucket)
 
 
 def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:

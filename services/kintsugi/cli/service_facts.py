@@ -97,6 +97,18 @@ class CallerFacts:
 
 
 @dataclass(frozen=True)
+class LostFacts:
+    """A process of the service that ended unexpectedly."""
+
+    part: str
+    at_s: float
+    """Unix time in seconds."""
+    reason: str
+    """A `core.exchange.LossReason`."""
+    text: str
+
+
+@dataclass(frozen=True)
 class ServiceFacts:
     """The gateway's answer, or why there is none."""
 
@@ -117,6 +129,8 @@ class ServiceFacts:
     """Tokens of hit chunks that requests did not declare. None: the caller may not see it."""
     discovering: tuple[str, ...] | None = None
     """Patterns of namespaces in which chunks are discovered. None: the caller may not see it."""
+    lost: tuple[LostFacts, ...] | None = None
+    """The last processes that ended unexpectedly, oldest first. None: the caller may not see it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,21 @@ SHARD_ARENAS_MAX = 2
 SHARD_ENV = {"MALLOC_ARENA_MAX": str(SHARD_ARENAS_MAX)}
 """Ray's worker has threads, and so arenas, before `store.shard.malloc` can bound them."""
 
+RAY_ENVIRONMENT = {
+    # The monitor ends Ray's workers when 95 % of the machine's memory, or a pod's, are used, whoever uses
+    # them. Ending ours frees little of what others use. Our own use is bounded in bytes (RAM tiers, vLLM's KV
+    # cache), and the kernel, which acts at 100 %, is the limit that Kubernetes and users expect.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # With Ray's 1000, the kernel would end our processes before the one that uses the most memory.
+    "RAY_worker_oom_score_adjustment": "0",
+    # The table of dead actors is read every second (`serving.lost_parts`). Ray's 100,000 would take seconds.
+    "RAY_maximum_gcs_destroyed_actor_cached_count": "1000",
+    # Ray reports usage to its vendor otherwise.
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Ray's settings, as environment variables of every node, that differ from Ray's defaults wherever Kintsugi
+starts Ray (docs/operate/defaults.md)."""
+
 PORT_MAX = 65535
 HEALTH_CHECK_PERIOD_S = 2.0
 """Period of health checks. Serve adds its own period until it notices a dead replica."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import NotFound
@@ -188,6 +190,47 @@ class EngineInfo:
             raise NotFound(f"model {name!r} is not served; request one of {', '.join(self.names)}")
 
 
+class LossReason(StrEnum):
+    """Why a process of the service ended unexpectedly."""
+
+    KILLED = "killed"
+    """By a signal, or by a crash of its own; Ray does not know which."""
+    KERNEL_MEMORY = "kernel_memory"
+    """The same, while the kernel of this machine ended processes for lack of memory."""
+    RAY_MEMORY = "ray_memory"
+    """By Ray's memory monitor."""
+    NODE = "node"
+    """Its node was lost."""
+
+
+_LOSSES = {
+    LossReason.KILLED: "was killed or crashed; its log in Ray's folder may say why",
+    LossReason.KERNEL_MEMORY: "was ended by the kernel because memory ran out; stop other programs, or lower "
+    "store.ram_gib or the engines' KV cache (kintsugi doctor shows what is needed)",
+    LossReason.RAY_MEMORY: "was ended by Ray's memory monitor because other programs fill the memory; start "
+    "Ray with RAY_memory_monitor_refresh_ms=0",
+    LossReason.NODE: "was lost with its node",
+}
+
+
+@dataclass(frozen=True)
+class LostPart:
+    """A process of the service that ended unexpectedly. Ray starts another."""
+
+    part: str
+    """`Gateway`, `Engine`, `StoreShard`, `Directory` or `ServeController`."""
+    pid: int
+    """0: unknown."""
+    at_s: float
+    """Unix time in seconds."""
+    reason: LossReason
+
+    def __str__(self) -> str:
+        process = f" (process {self.pid})" if self.pid else ""
+        at = datetime.fromtimestamp(self.at_s, UTC).isoformat(timespec="seconds")
+        return f"{self.part}{process} {_LOSSES[self.reason]} (at {at}); Ray starts another"
+
+
 class EngineBackend(ABC):
     """Answers prompts and stores chunks. For one event loop.
 
@@ -236,6 +279,11 @@ class EngineBackend(ABC):
     @abstractmethod
     async def info(self) -> EngineInfo:
         """Describe one of the engines, which are all alike."""
+
+    def lost_parts(self) -> Sequence[LostPart]:
+        """Return the latest processes of the service that ended unexpectedly, oldest first; empty where
+        nothing watches them."""
+        return ()
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,4 +1,5 @@
-"""The size of a corpus in the store, and the bandwidth above which blending is faster than prefill.
+"""The size of a corpus in the store, the memory of a service's processes, and the bandwidth above which
+blending is faster than prefill.
 
 The times are bounds from the model's shape (CacheBlend's loading controller, section 5 of the paper): a blend
 takes at least as long as its computing plus the load of the first layer, and at least as long as its loading
@@ -11,15 +12,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kintsugi.core.deploy import ServiceSpec
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.layout import Codec, KVLayout, LayerGroup, Part, PartKind
 
+GIB = 1 << 30
 SLAB_FILL_MAX = 0.9
 """Usable share of an SSD tier. Above it, the allocator fragments and eviction never stops."""
 HOT_SHARE = 0.1
 """Share of the corpus that RAM holds."""
 COST = 0.2
 """Share of a full prefill's token-layers that a blend computes, as `kintsugi calibrate` reports it."""
+CPU_KV_CACHE_GIB = 2
+"""Default size of an engine's KV cache on a CPU. vLLM would otherwise take most of the machine's memory."""
+RAY_NODE_GIB = 0.75
+"""Ray's own processes on a node without the head, and the object store's pages that are used."""
+RAY_HEAD_GIB = 1.25
+"""The same on one machine: with the GCS, the dashboard, Serve's controller, the directory and the CLI."""
+SHARD_GIB = 1.25
+"""A shard without its chunks: 0.25 at rest; the rest is for gRPC's buffers under load."""
+GATEWAY_GIB = 0.5
+ENGINE_GIB = 1.75
+"""An engine without weights and KV cache: 0.8 of the replica, 0.8 of vLLM's core."""
+RAM_HEAP_SHARE = 0.1
+"""Memory for manifests per byte of the RAM tier. 64-token chunks of a 135M model need 0.002; the bound is for
+chunks of single tokens."""
+LOWER_HEAP_SHARE = 0.005
+"""The same per byte of SSD tiers and bucket, whose manifests are in memory, too."""
+UPLOADS_GIB = 0.25
+"""Chunks that wait for their upload to a bucket."""
 ENGINE_DTYPES = {"float32": "bfloat16"}
 """The dtype that vLLM uses with `auto`, by a checkpoint's dtype."""
 
@@ -152,6 +173,34 @@ def codec_size(layout: KVLayout, codec: Codec, work: SizingWorkload) -> CodecSiz
         ssd_bytes=round(corpus_bytes / SLAB_FILL_MAX),
         prompt_bytes=chunk_bytes * work.chunks_per_prompt,
     )
+
+
+def shard_memory_gib(ram_gib: float, lower_gib: float = 0.0, has_bucket: bool = False) -> float:
+    """Return the memory in GiB of a shard's process with full tiers. ``lower_gib``: size of the SSD tiers and
+    the bucket. The catalogs' pages are not counted: the kernel takes them back when it needs them."""
+    heap_gib = ram_gib * RAM_HEAP_SHARE + lower_gib * LOWER_HEAP_SHARE
+    return SHARD_GIB + ram_gib + heap_gib + UPLOADS_GIB * has_bucket
+
+
+def service_memory_gib(spec: ServiceSpec, weights_gib: float) -> dict[str, float]:
+    """Return the memory in GiB that a service on one machine needs with full tiers and caches, by part.
+
+    ``weights_gib``: size of the checkpoint, which only engines on a CPU keep in memory.
+    """
+    engines, store = spec.engines, spec.store
+    engine_gib = ENGINE_GIB
+    if not engines.gpus:
+        cache_bytes = engines.vllm.get("kv_cache_memory_bytes")
+        cache_gib = cache_bytes / GIB if isinstance(cache_bytes, int) else CPU_KV_CACHE_GIB
+        engine_gib += cache_gib + weights_gib
+    lower_gib = sum(tier.gib for tier in store.tiers) + store.bucket_gib * bool(store.bucket_url)
+    shard_gib = shard_memory_gib(store.ram_gib, lower_gib, bool(store.bucket_url))
+    return {
+        "engines": engines.most * engine_gib,
+        "shards": (store.expert.shards_max or store.shards) * shard_gib,
+        "gateways": spec.gateway.replicas * GATEWAY_GIB,
+        "Ray": RAY_HEAD_GIB,
+    }
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from kintsugi.engine.local import (
     check_length,
     check_sampling,
     save_request,
-    vllm_start_errors,
+    start_vllm,
 )
 from kintsugi.engine.prefetch import prefetch_engine
 from kintsugi.engine.scheduler.hashing import measured_salt
@@ -203,7 +203,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
     from kintsugi.engine.worker.support import find_unsupported
 
     imported_s = time.monotonic()
-    with vllm_start_errors(spec.model):
+    with start_vllm(spec.model):
         vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         await digested
         binding = binding_of(vllm_config, config)

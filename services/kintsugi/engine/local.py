@@ -36,6 +36,7 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.schema import STRICT, load
+from kintsugi.core.sizing import CPU_KV_CACHE_GIB
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.engine.versions import WORKING
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
 FORCED_KEY = "kintsugi_forced"
 FORCING = "kintsugi.engine.forcing:TeacherForcing"
 """Value of vLLM's argument `logits_processors` for engines that accept `Prompt.forced`."""
-KV_CACHE_BYTES = 2 << 30
-"""Default size of the KV cache on a CPU. vLLM would otherwise take most of the machine's memory."""
-
 GENERATE_TIMEOUT_S = 900.0
 STOPS_MAX = 16
 BIASES_MAX = 1024
@@ -163,10 +161,10 @@ class LocalEngine:
         """Load `model`: a checkpoint folder, the reference model's name, or a name that vLLM resolves.
 
         ``extra_config`` is the connector's configuration (`engine.config.EngineConfig`); None starts plain
-        vLLM. ``vllm_args`` are passed to `vllm.LLM`; defaults are eager execution, and `KV_CACHE_BYTES` of KV
-        cache on a CPU. Sets `VLLM_ENABLE_V1_MULTIPROCESSING=0`, so that ``ram://`` stores are shared. Takes
-        10-30 s, mostly for imports. Raises `NotFound` for a missing folder, `Unavailable` if vLLM does not
-        start, `VersionMismatch` if it lacks a name that an engine needs, and the errors of the connector
+        vLLM. ``vllm_args`` are passed to `vllm.LLM`; defaults are eager execution, and `CPU_KV_CACHE_GIB` of
+        KV cache on a CPU. Sets `VLLM_ENABLE_V1_MULTIPROCESSING=0`, so that ``ram://`` stores are shared.
+        Takes 10-30 s, mostly for imports. Raises `NotFound` for a missing folder, `Unavailable` if vLLM does
+        not start, `VersionMismatch` if it lacks a name that an engine needs, and the errors of the connector
         and of `reference.fetch_model`.
         """
         if isinstance(model, Path) and not model.is_dir():
@@ -179,7 +177,7 @@ class LocalEngine:
         from vllm import LLM
 
         arguments = base_arguments(model, extra_config) | {"use_tqdm_on_load": False, **vllm_args}
-        with vllm_start_errors(model):
+        with start_vllm(model):
             return LocalEngine(LLM(model=resolve_model(model), **arguments))
 
     def __enter__(self) -> LocalEngine:
@@ -411,22 +409,24 @@ def tokens_prompt(prompt: Prompt) -> TokensPrompt:
 
 
 def base_arguments(model: str | Path, extra_config: Mapping[str, object] | None) -> dict[str, Any]:
-    """Return vLLM's arguments for every engine: eager execution, the model's `default_dtype`, on a CPU
-    `KV_CACHE_BYTES` of KV cache, and the connector with this configuration; None: no connector."""
+    """Return vLLM's arguments for every engine: eager execution, the model's `default_dtype`,
+    `CPU_KV_CACHE_GIB` of KV cache on a CPU, and the connector with this configuration; None: no connector."""
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {"enforce_eager": True, "dtype": default_dtype(model)}
     if current_platform.is_cpu():
-        arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_GIB << 30
     if extra_config is not None:
         arguments["kv_transfer_config"] = transfer_config({"audits": True, **extra_config})
     return arguments
 
 
 @contextmanager
-def vllm_start_errors(model: str | Path) -> Iterator[None]:
-    """Translate vLLM's errors in the block into `Unavailable`. vLLM raises many types, from a bad
-    configuration value to a failed allocation."""
+def start_vllm(model: str | Path) -> Iterator[None]:
+    """Start vLLM in the block: without reports to its vendor, unless `VLLM_NO_USAGE_STATS` is set, and with
+    its errors translated into `Unavailable`. vLLM raises many types, from a bad configuration value to a
+    failed allocation."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
         yield
     except KintsugiError:

@@ -64,10 +64,14 @@ Value = TypeVar("Value")
 class Recent(Generic[Value]):
     """A cached answer. Concurrent callers share one request for it. For one event loop."""
 
-    def __init__(self, ask: Callable[[], Awaitable[Value]], silence: str) -> None:
-        """``silence``: the error message, without the time, if no answer arrives within `ANSWER_S`."""
+    def __init__(
+        self, ask: Callable[[], Awaitable[Value]], silence: str, explain: Callable[[], str] = lambda: ""
+    ) -> None:
+        """``silence``: the error message, without the time, if no answer arrives within `ANSWER_S`;
+        ``explain`` returns its end, which says why."""
         self._ask = ask
         self._silence = silence
+        self._explain = explain
         self._last: Value | KintsugiError = Unavailable("no answer was requested yet")
         self._last_s = float("-inf")
         self.known: Value | None = None
@@ -102,7 +106,7 @@ class Recent(Generic[Value]):
         except KintsugiError as error:
             self._last = error
         except TimeoutError:
-            self._last = Unavailable(f"{self._silence} within {ANSWER_S:.0f} s")
+            self._last = Unavailable(f"{self._silence} within {ANSWER_S:.0f} s{self._explain()}")
         self._last_s = time.monotonic()
 
     async def get_stale(self, age_s_max: float) -> Value:

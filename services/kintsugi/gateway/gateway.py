@@ -9,6 +9,7 @@ messages.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Resou
 from kintsugi.core.exchange import (
     EngineBackend,
     EngineDelta,
+    LostPart,
     OpenAICall,
     SaveOutcome,
 )
@@ -47,6 +49,11 @@ from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.access import Access, Caller, Verb, open_access
 from kintsugi.store.protocol.audit import AuditLog, open_audit
 from kintsugi.store.protocol.interface import ChunkStore
+
+log = logging.getLogger(__name__)
+
+LOSS_S = 120.0
+"""Age up to which a lost process explains why another does not answer."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +153,11 @@ class Gateway:
         self.known = KnownChunks() if known is None else known  # an empty `KnownChunks` is falsy
         self.metrics = GatewayMetrics()
         self.metrics.registry.register(ShareMetrics(self.shares, self.known))
-        self.recent_info = Recent(lambda: self.backend.info(), "no engine answered")
+        self.recent_info = Recent(lambda: self.backend.info(), "no engine answered", self._explain_silence)
         self.recent_stats = Recent(
-            lambda: self._store.run(lambda store: store.stats()), "the store did not answer"
+            lambda: self._store.run(lambda store: store.stats()),
+            "the store did not answer",
+            self._explain_silence,
         )
         self.spaces = Spaces(self.recent_info, tokenizer, store.name_key)
         self._documents = documents
@@ -193,6 +202,16 @@ class Gateway:
         )
         add("active_requests", "Answers in progress", lambda: self.answers.under_way)
         add("known_chunks", "Chunks whose tokens are known", lambda: len(self.known))
+
+    def report_loss(self, lost: LostPart) -> None:
+        """Log and count a process of the service that ended unexpectedly."""
+        log.error("%s", lost)
+        self.metrics.count_loss(lost)
+
+    def _explain_silence(self) -> str:
+        """Return `; ` and the last process that was lost in the last `LOSS_S`; empty without one."""
+        lost = self.backend.lost_parts()
+        return f"; {lost[-1]}" if lost and time.time() - lost[-1].at_s < LOSS_S else ""
 
     def _start_filler(self, config: FillConfig) -> Filler:
         filler = Filler(

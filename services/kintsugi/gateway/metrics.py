@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kintsugi.core.exchange import LostPart
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 
@@ -102,6 +103,11 @@ class GatewayMetrics:
         )
         self.certificate = CertificateExpiry()
         registry.register(self.certificate)
+        self._lost = counter(
+            "kintsugi_gateway_lost_parts",
+            "Processes of the service that ended unexpectedly, by part and reason; each gateway counts all",
+            ["part", "reason"],
+        )
         self._fills = counter("kintsugi_gateway_fill_events", "Misses by decision and result", ["event"])
 
     def count_request(self, method: str, status: str | int) -> None:
@@ -120,6 +126,9 @@ class GatewayMetrics:
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read at each scrape."""
         Gauge(f"kintsugi_gateway_{name}", text, registry=self.registry).set_function(read)
+
+    def count_loss(self, lost: LostPart) -> None:
+        self._lost.labels(lost.part, lost.reason.value).inc()
 
     def count_fill(self, event: str) -> None:
         self._fills.labels(event).inc()

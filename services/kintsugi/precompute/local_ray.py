@@ -17,6 +17,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from kintsugi.core.deploy import RAY_ENVIRONMENT
+
 LOOPBACK = "127.0.0.1"
 TEMPORARY = Path("/tmp")
 """Ray's own choice, whatever `TMPDIR` is: paths of sockets have at most 107 characters."""
@@ -42,12 +44,12 @@ def start_local_ray(**options: Any) -> None:
     import ray
 
     require_token()
-    for name, value in UNREAD.items():
+    for name, value in {**RAY_ENVIRONMENT, **UNREAD}.items():
         os.environ.setdefault(name, value)
     if "RAY_TMPDIR" not in os.environ:
         # Ray makes its temporary folder writable for all users, so it lies inside a private folder.
         options["_temp_dir"] = str(make_private_folder(TEMPORARY) / "ray")
-    with _keep_loopback(), _leave_out_log_monitor():
+    with _keep_loopback(), _leave_out_log_monitor(), _leave_out_messages():
         ray.init(
             address="local",
             include_dashboard=False,
@@ -117,6 +119,20 @@ def _leave_out_log_monitor() -> Iterator[None]:
         yield
     finally:
         Node.start_log_monitor = start
+
+
+@contextmanager
+def _leave_out_messages() -> Iterator[None]:
+    """Start Ray without the thread that prints Ray's messages about dead workers to stdout, which is reserved
+    for a command's result. Ray has no option for it. `serving.deaths` and `precompute.pool` report deaths."""
+    from ray._private import worker
+
+    listen = worker.listen_error_messages
+    worker.listen_error_messages = lambda *_: None
+    try:
+        yield
+    finally:
+        worker.listen_error_messages = listen
 
 
 def require_token() -> None:

@@ -29,6 +29,7 @@ from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.precompute.local_ray import start_local_ray
 from kintsugi.serving.directory import remove_directory
+from kintsugi.serving.lost_parts import LostParts
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class Service:
     def __init__(self, spec: ServiceSpec) -> None:
         self.spec = spec
         self.config = serve_config(spec)
+        self.lost = LostParts()
 
     def deploy(self) -> None:
         """Send the configuration to Serve, like `serve deploy`. Returns before replicas run. Raises
@@ -147,12 +149,13 @@ class Service:
             if application is None:
                 continue
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY") and not application.deployments:
-                found.append(DeploymentProgress(name, 0, 1, application.status, application.message))
+                status = application.status.value
+                found.append(DeploymentProgress(name, 0, 1, status, application.message))
             for deployment, state in application.deployments.items():
                 running = state.replica_states.get("RUNNING", 0)
                 message = state.message or application.message
                 wanted = self._count_wanted_replicas(deployment)
-                found.append(DeploymentProgress(deployment, running, wanted, state.status, message))
+                found.append(DeploymentProgress(deployment, running, wanted, state.status.value, message))
         return found
 
     def _count_wanted_replicas(self, deployment: str) -> int:
@@ -196,13 +199,13 @@ class Service:
             addresses: dict[str, str] = handle.addresses.remote().result(timeout_s=ASK_TIMEOUT_S)
         return addresses
 
-    def info(self) -> EngineInfo:
-        """Describe one engine. Raises `Unavailable` if none answers."""
+    def info(self, timeout_s: float = ASK_TIMEOUT_S) -> EngineInfo:
+        """Describe one engine. Raises `Unavailable` if none answers in time."""
         from ray import serve
 
         try:
             handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, SERVICE_APP)
-            info: EngineInfo = handle.info.remote().result(timeout_s=ASK_TIMEOUT_S)
+            info: EngineInfo = handle.info.remote().result(timeout_s=timeout_s)
         except _ray_errors() as error:
             raise Unavailable(f"no engine answers ({type(error).__name__}); Serve restarts it") from error
         return info

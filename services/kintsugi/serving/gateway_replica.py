@@ -22,15 +22,18 @@ from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway as Front
 from kintsugi.gateway.logs import write_json_lines
+from kintsugi.gateway.repeating import Repeating
 from kintsugi.gateway.tracing import start_export
 from kintsugi.serving.directory import reachable
+from kintsugi.serving.lost_parts import LostParts
 from kintsugi.serving.ray_backend import RayBackend
 from kintsugi.serving.replica_ports import keep_replica_on_loopback
 
 log = logging.getLogger(__name__)
 
-
 OPEN_FILES_MAX = 1 << 16
+LOST_PERIOD_S = 2.0
+"""Period of looking for lost processes; a look takes some 2 ms."""
 
 
 def raise_file_limit() -> None:
@@ -86,7 +89,9 @@ class GatewayReplica:
         raise_file_limit()
         if start_export():
             log.info("traces are exported as configured by the OTEL_* variables")
-        self._backend = RayBackend(engines)
+        self._lost = LostParts()
+        self._backend = RayBackend(engines, self._lost)
+        self._watch = Repeating("lost-parts", self._report_losses, LOST_PERIOD_S)
         self._model = load(ModelSpec, model, "model").path
         self._store_url = reachable(store_url)
         self._spec: GatewaySpec | None = None
@@ -102,8 +107,15 @@ class GatewayReplica:
             return
         await self._close()
         self._opened = await OpenGateway.open(spec, self._backend, self._store_url, self._model, rules)
+        if self._spec is None:
+            self._watch.start()
         self._spec = spec
         log.info("listening on %s", self.addresses())
+
+    async def _report_losses(self) -> None:
+        for lost in await asyncio.to_thread(self._lost.find_new):
+            if self._opened is not None:
+                self._opened.front.report_loss(lost)
 
     def addresses(self) -> dict[str, str]:
         """Return `host:port` by protocol. Raises `Unavailable` while no port is open."""
@@ -120,4 +132,5 @@ class GatewayReplica:
             await opened.close(DRAIN_S)
 
     async def __del__(self) -> None:
+        await self._watch.close()
         await self._close()

@@ -15,19 +15,23 @@ from kintsugi.core.exchange import (
     EngineDelta,
     EngineInfo,
     EngineRequest,
+    LostPart,
     OpenAICall,
     OpenAIHead,
     PromptMatch,
     SaveOutcome,
 )
 from kintsugi.core.spaces import TokenIds
+from kintsugi.serving.lost_parts import LostParts
 
 
 class RayBackend(EngineBackend):
     """Calls engines through a `DeploymentHandle`."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, lost: LostParts | None = None) -> None:
+        """``lost``: watched by its owner; None: nothing is watched."""
         self._handle = handle
+        self._lost = LostParts() if lost is None else lost
         self._streams = handle.options(stream=True)
         self._closed = False
 
@@ -59,6 +63,9 @@ class RayBackend(EngineBackend):
         info: EngineInfo = await self._await_answer(self._handle.info)
         return info
 
+    def lost_parts(self) -> Sequence[LostPart]:
+        return self._lost.losses
+
     async def close(self) -> None:
         self._closed = True
 
@@ -88,15 +95,24 @@ class RayBackend(EngineBackend):
 
 def _translate_ray_error(failure: Exception) -> Exception:
     """Return the engine's own error, or one of ours in place of an error of Ray."""
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
     from ray.serve.exceptions import BackPressureError, RayServeException
 
     if isinstance(failure, RayTaskError):
         return failure.cause if isinstance(failure.cause, KintsugiError) else failure
+    if isinstance(failure, OutOfMemoryError):
+        return Unavailable(
+            "the engine was ended by Ray's memory monitor during the answer, because other programs fill its "
+            "machine; Ray starts another: send the request again"
+        )
     if isinstance(failure, RayActorError):
-        return Unavailable("the engine ended during the answer; try again")
+        return Unavailable(
+            "the engine was killed or crashed during the answer; Ray starts another: send the request again"
+        )
     if isinstance(failure, BackPressureError):
         return ResourceExhausted("too many requests wait for an engine; try again later")
     if isinstance(failure, RayServeException):
         return Unavailable(f"no engine answers ({failure}); try again later")
+    if isinstance(failure, RayError):
+        return Unavailable(f"Ray lost the engine's answer ({failure}); send the request again")
     return failure

@@ -36,7 +36,7 @@ from kintsugi.core.deploy import (
     spec_from_yaml_mapping,
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
-from kintsugi.core.exchange import EngineInfo
+from kintsugi.core.exchange import EngineInfo, LossReason, LostPart
 from kintsugi.core.gate import GateProgress
 from kintsugi.core.namespaces import NamespacePrivacy, PrivacyExpert
 from kintsugi.gateway.access import add_grant, new_token
@@ -308,8 +308,14 @@ class StubService:
             "learning", "3 of about 40 prompts were measured", pairs=3
         )
         self.running = 1
+        self.lost = self
+        self.losses: list[LostPart] = []
 
-    def info(self) -> EngineInfo:
+    def find_new(self) -> list[LostPart]:
+        found, self.losses = self.losses, []
+        return found
+
+    def info(self, timeout_s: float) -> EngineInfo:
         if self.evidence is None:
             raise Unavailable("no engine answers; Serve starts it again")
         return EngineInfo("m", "00", (), True, 100, "on", progress=self.evidence)
@@ -354,3 +360,7 @@ def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     }
     service.running, service.evidence = 1, opened
     assert [event["event"] for event in look()] == ["replicas"]
+    service.losses = [LostPart("Engine", 12, 0.0, LossReason.KERNEL_MEMORY)]
+    assert look() == [
+        {"event": "lost", "part": "Engine", "pid": 12, "at_s": 0.0, "reason": "kernel_memory"},
+    ]

@@ -23,6 +23,7 @@ from kintsugi.cli.service_facts import (
     CallerFacts,
     Contact,
     EngineFacts,
+    LostFacts,
     ServiceFacts,
     ServiceLink,
     StoreFacts,
@@ -55,6 +56,13 @@ def test_a_healthy_service_needs_no_help() -> None:
         "store": "2 shards, 120 chunks, 1 GiB of 4 GiB",
         "answers": "14 since the gateway started: 9 blended, 5 prefix_hit",
     }
+
+
+@pytest.mark.parametrize("engines", [ENGINES, EngineFacts("no engine answered within 5 s")])
+def test_the_last_lost_processes_are_told(engines: EngineFacts) -> None:
+    lost = tuple(LostFacts("Engine", float(number), "killed", f"Engine {number}") for number in range(5))
+    status = describe_status(dataclasses.replace(HEALTHY, engines=engines, lost=lost))
+    assert ("lost", "Engine 2 · Engine 3 · Engine 4") in status.runs
 
 
 def test_blending_that_is_on_says_since_when_at_which_cost_and_what_follows() -> None:

@@ -25,7 +25,7 @@ from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision, service_spec
 from kintsugi_operator.objects.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX
 from kintsugi_operator.objects.network import OPERATOR
-from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.objects.pods import Manifest, quantity
 from kintsugi_operator.objects.store import ray_service_name
 from kintsugi_operator.observed import views
 from kintsugi_operator.observed.views import JobState, Observed, RayServiceView
@@ -168,6 +168,23 @@ def test_every_container_has_requests_limits_and_probes(spec: BlendServiceSpec) 
                 assert {"httpGet", "tcpSocket"} & set(container[probe])
             ports = [each["containerPort"] for each in container["ports"]]
             assert len(set(ports)) == len(ports)
+
+
+@PROPERTY
+@given(specs)
+def test_a_shard_s_pod_holds_full_tiers_and_no_monitor_of_ray_ends_it(spec: BlendServiceSpec) -> None:
+    store = spec.store
+    disk_gib = sum(tier.gib for tier in store.tiers)
+    for template in pod_templates(objects_of(spec)):
+        (container,) = (one for one in template["spec"]["containers"] if one["name"].startswith("ray-"))
+        variables = {one["name"]: one.get("value") for one in container["env"]}
+        assert (
+            variables["RAY_memory_monitor_refresh_ms"] == variables["RAY_worker_oom_score_adjustment"] == "0"
+        )
+        if template["metadata"]["labels"].get(LABEL_ROLE) == "shard":
+            memory_gib = quantity(container["resources"]["limits"]["memory"]) / 2**30
+            # Ray, the process and gRPC; manifests of chunks in RAM, and of those on disk.
+            assert memory_gib >= 2 + 1.1 * store.ram_gib + 0.005 * disk_gib
 
 
 @PROPERTY

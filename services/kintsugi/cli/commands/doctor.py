@@ -18,16 +18,18 @@ from rich.text import Text
 from kintsugi.cli import extras
 from kintsugi.cli.commands.demo import demo_texts
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.machine import find_free_memory_gib, find_shortage
 from kintsugi.cli.methods import blend_once
 from kintsugi.cli.render import make_plain_table
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import UNTESTED, Asked, open_session
+from kintsugi.core.deploy import ModelSpec, ServiceSpec
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.config import SELF_TEST_CHECKS
 from kintsugi.engine.versions import WORKING, is_tested
 from kintsugi.models.passages import BUNDLED_QUESTIONS
-from kintsugi.models.reference import display_name
+from kintsugi.models.reference import REFERENCE, display_name
 
 PYTHONS = ((3, 11), (3, 12))
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -57,7 +59,7 @@ class Check:
 def run(screen: Screen, model: str | None) -> ExitCode:
     """Run the checks. Returns `NOT_BLENDABLE` if any failed."""
     with screen.engine_log(), screen.step("Checking this installation"):
-        checks = installation_checks()
+        checks = [*installation_checks(), memory_check(model)]
     missing = [check.name for check in checks if check.verdict is CheckResult.FAILED]
     if model is None:
         checks.append(_skip_self_test("pass --model to run it"))
@@ -149,6 +151,17 @@ def _device_check() -> Check:
     features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in _cpu_flags()]
     detail = f"CPU, {os.cpu_count()} cores, {', '.join(features) or 'no AVX2'}"
     return Check("device", CheckResult.OK if features else CheckResult.WARNING, detail)
+
+
+def memory_check(model: str | None) -> Check:
+    """Check whether `kintsugi serve` with its default sizes fits into this machine's memory."""
+    free_gib = find_free_memory_gib()
+    if free_gib is None:
+        return Check("memory", CheckResult.SKIPPED, "unknown on this system")
+    spec = ServiceSpec(ModelSpec(model or REFERENCE.name))
+    shortage = find_shortage(spec, free_gib)
+    fits = f"{free_gib:.1f} GiB are free; kintsugi serve with its default sizes fits"
+    return Check("memory", CheckResult.WARNING if shortage else CheckResult.OK, shortage or fits)
 
 
 def _cpu_flags() -> frozenset[str]:

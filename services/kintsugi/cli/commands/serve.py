@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.machine import find_shortage
 from kintsugi.cli.models import choose_model, prepare_model
 from kintsugi.cli.options import ServeTask, read_yaml
 from kintsugi.cli.screen import Screen
@@ -135,6 +136,8 @@ def serve(
     """Serve until SIGINT or SIGTERM. Calls ``on_ready`` with the console's URL."""
     _check_here(spec)
     prepare_model(screen, spec.model.path)
+    if shortage := find_shortage(spec):
+        screen.note(f"memory is short: {shortage}")
     spec = _with_free_ports(spec)
     stop = threading.Event()
     with protect_store(spec) as spec, _run_service(screen, spec, stop) as service:
@@ -275,6 +278,9 @@ def _report_ready(screen: Screen, service: Service) -> str:
 
 PAIRS_SHOWN = 10
 """Measured prompts between two reports."""
+LOST_PERIOD_S = 1.0
+INFO_TIMEOUT_S = 2.0
+"""A lost process is reported within 5 s, though no engine answers."""
 
 
 class ServiceMonitor:
@@ -284,22 +290,36 @@ class ServiceMonitor:
         self._service = service
         self._screen = screen
         self._clock = clock
-        self._polled_s = float("-inf")
+        self._polled_s = self._looked_s = float("-inf")
         self._said: tuple[Any, ...] | None = None
         self._unhealthy: dict[str, str] = {}
+        self._silence = ""
 
     def poll(self) -> None:
-        """Check the replicas and the engine every `INFO_PERIOD_S`."""
+        """Look for lost processes every `LOST_PERIOD_S`, and check the replicas and the engine every
+        `INFO_PERIOD_S`."""
+        self._report_losses()
         if self._clock() - self._polled_s < INFO_PERIOD_S:
             return
         self._polled_s = self._clock()
         try:
             self._poll_replicas()
-            info = self._service.info()
+            info = self._service.info(INFO_TIMEOUT_S)
         except Unavailable as error:
-            self._screen.show_event("engine", str(error), error=str(error))
+            if str(error) != self._silence:
+                self._silence = str(error)
+                self._screen.show_event("engine", str(error), error=str(error))
             return
+        self._silence = ""
         self._check_blending(info)
+
+    def _report_losses(self) -> None:
+        if self._clock() - self._looked_s < LOST_PERIOD_S:
+            return
+        self._looked_s = self._clock()
+        with suppress(Unavailable):  # the next look tries again; `_poll_replicas` reports it
+            for lost in self._service.lost.find_new():
+                self._screen.show_event("lost", str(lost), **dataclasses.asdict(lost))
 
     def _poll_replicas(self) -> None:
         for one in self._service.progress():

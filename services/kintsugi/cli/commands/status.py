@@ -28,6 +28,9 @@ from kintsugi.models.reference import REFERENCE
 MENTIONED_SHARE = 0.1
 """Minimum share of all answers at which a reason is shown."""
 
+LOST_SHOWN = 3
+"""Lost processes that are shown; the JSON has more."""
+
 _NEXT = {
     Contact.REFUSED: (
         f"start a service here: kintsugi serve --model {REFERENCE.name}",
@@ -120,6 +123,8 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
         )
     engines = facts.engines
     runs = [("gateway", f"Kintsugi {facts.version}")]
+    if facts.lost:
+        runs.append(("lost", " · ".join(one.text for one in facts.lost[-LOST_SHOWN:])))
     if engines is None or engines.error is not None:
         runs.append(("engines", "none" if engines is None else str(engines.error)))
         runs += _describe_store(facts.store)

@@ -17,7 +17,14 @@ from starlette.routing import Route
 
 from kintsugi import __version__
 from kintsugi.core.errors import InvalidField, KintsugiError
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EngineInfo, OpenAICall
+from kintsugi.core.exchange import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    RESPONSES_PATH,
+    EngineInfo,
+    LostPart,
+    OpenAICall,
+)
 from kintsugi.core.schema import check_items, check_text
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
@@ -32,6 +39,7 @@ NAMED_BY = (*PROMPT_PATHS, "chunks", "keys")
 """Fields of a residency request that name its chunks; exactly one must be set."""
 MODELS_PATH = "/v1/models"
 SERVICE_PATH = "/v1/kintsugi/service"
+LOST_SHOWN = 8
 
 
 def describe_residency(namespace: str, info: EngineInfo, found: Sequence[ChunkResidence]) -> dict[str, Any]:
@@ -143,8 +151,9 @@ def describe_model(info: EngineInfo) -> dict[str, Any]:
 
 
 async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
-    """Describe the service as JSON. The cross-tenant fields ``store``, ``answers``, ``tokens_discovered`` and
-    ``discovering`` (the namespaces with discovery) are None for a caller who may not see them."""
+    """Describe the service as JSON. The cross-tenant fields ``store``, ``answers``, ``tokens_discovered``,
+    ``discovering`` (the namespaces with discovery) and ``lost`` (processes that ended unexpectedly, the last
+    `LOST_SHOWN`) are None for a caller who may not see them."""
     sees_all = gateway.access.sees_all(caller)
     describe_store = _describe_store(gateway) if sees_all else asyncio.sleep(0, None)
     engines, store = await asyncio.gather(_describe_engines(gateway), describe_store)
@@ -157,7 +166,12 @@ async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
         "answers": gateway.answers.tally.to_list() if sees_all else None,
         "tokens_discovered": gateway.answers.tally.tokens_discovered if sees_all else None,
         "discovering": gateway.rules().discovering if sees_all else None,
+        "lost": list(map(_describe_loss, gateway.backend.lost_parts()[-LOST_SHOWN:])) if sees_all else None,
     }
+
+
+def _describe_loss(lost: LostPart) -> dict[str, Any]:
+    return {**asdict(lost), "text": str(lost)}
 
 
 def describe_caller(caller: Caller) -> dict[str, Any]:

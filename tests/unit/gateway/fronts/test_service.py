@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from kintsugi import __version__
 from kintsugi.cli.commands.status import describe_status
 from kintsugi.cli.service_facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
 from kintsugi.core.errors import Unavailable
-from kintsugi.core.exchange import CHAT_PATH
+from kintsugi.core.exchange import CHAT_PATH, EngineInfo, LossReason, LostPart
 from kintsugi.gateway import chunks as gateway_chunks
 from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
 from kintsugi.gateway.fronts import service_routes
@@ -75,13 +76,49 @@ def test_what_concerns_every_tenant_is_for_admins_once_verbs_are_named(token: st
         async with client(ScriptedBackend(), Roles()) as caller:
             assert (await caller.get(SERVICE_PATH)).status_code == 401
             told = (await caller.get(SERVICE_PATH, headers=bearing(token))).json()
-        for name in ("store", "answers", "tokens_discovered", "discovering"):
+        for name in ("store", "answers", "tokens_discovered", "discovering", "lost"):
             assert (told[name] is not None) == sees_all, name
         assert told["engines"]["model"] == "scripted"
         assert told["caller"]["name"] == "someone"
         async with client(ScriptedBackend(), Tokens()) as caller:  # a file of before there were verbs
             told = (await caller.get(SERVICE_PATH, headers=bearing("one"))).json()
         assert told["store"] is not None
+
+    run(body)
+
+
+class LosingBackend(ScriptedBackend):
+    """Has no engine, which was killed just now."""
+
+    lost = LostPart("Engine", 7, time.time(), LossReason.KERNEL_MEMORY)
+
+    async def info(self) -> EngineInfo:
+        await asyncio.sleep(60)
+        raise AssertionError("waited for too long")
+
+    def lost_parts(self) -> list[LostPart]:
+        return [self.lost]
+
+
+def test_a_killed_engine_is_told_by_status_by_metrics_and_by_what_its_callers_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_chunks, "ANSWER_S", 0.01)
+
+    async def body() -> None:
+        gateway = gateway_over(LosingBackend())
+        told = await service_routes.describe_service(gateway, gateway.access.caller(None))
+        (lost,) = told["lost"]
+        assert (lost["part"], lost["reason"], lost["pid"]) == ("Engine", "kernel_memory", 7)
+        assert lost["text"].startswith("Engine (process 7) was ended by the kernel because memory ran out")
+        with pytest.raises(Unavailable, match=r"no engine answered within 0 s; Engine .* by the kernel"):
+            await gateway.recent_info.get()
+        gateway.report_loss(LosingBackend.lost)
+        count = gateway.metrics.registry.get_sample_value(
+            "kintsugi_gateway_lost_parts_total", {"part": "Engine", "reason": "kernel_memory"}
+        )
+        assert count == 1
+        await gateway.close()
 
     run(body)
 

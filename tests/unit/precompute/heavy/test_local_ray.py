@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("ray", reason="install the extra `precompute`")
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 
+from kintsugi.core.deploy import RAY_ENVIRONMENT
 from kintsugi.precompute.local_ray import (
     UNREAD,
     make_private_folder,
@@ -82,13 +83,15 @@ def test_what_nobody_reads_is_not_counted_unless_asked_for(
 
     start_log_monitor, during = Node.start_log_monitor, []
     monkeypatch.setattr("ray.init", lambda **options: during.append(Node.start_log_monitor))
-    for name in UNREAD:
+    settings = {**RAY_ENVIRONMENT, **UNREAD}
+    for name in settings:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_event_stats", "true")
     start_local_ray()
-    found = {name: os.environ.pop(name) for name in UNREAD}
-    assert found == {**UNREAD, "RAY_event_stats": "true"}
+    found = {name: os.environ.pop(name) for name in settings}
+    assert found == {**settings, "RAY_event_stats": "true"}
+    assert found["RAY_memory_monitor_refresh_ms"] == found["RAY_worker_oom_score_adjustment"] == "0"
     assert during != [start_log_monitor]
     assert Node.start_log_monitor is start_log_monitor, "other users of Ray in this process keep theirs"

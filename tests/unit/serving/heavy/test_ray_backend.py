@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="install the extra `serving`")
 
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable, UnknownField
@@ -78,7 +78,9 @@ ERRORS = [
     (task_error(InvalidField("ratio", "2 is outside [0, 1]")), InvalidField, "2 is outside"),
     (task_error(UnknownField("sampling.n", ["stop"])), UnknownField, "sampling.n"),
     (task_error(Unavailable("the engine has ended")), Unavailable, "has ended"),
-    (ActorDiedError(), Unavailable, "try again"),
+    (ActorDiedError(), Unavailable, "killed or crashed .* send the request again"),
+    (OutOfMemoryError("95 %"), Unavailable, "Ray's memory monitor"),
+    (WorkerCrashedError(), Unavailable, "Ray lost the engine's answer"),
     (BackPressureError(5, 4), ResourceExhausted, "too many requests"),
     (RayServeException("no replica"), Unavailable, "no engine answers"),
     (task_error(RuntimeError("a defect")), RayTaskError, "traceback"),
