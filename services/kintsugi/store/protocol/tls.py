@@ -13,22 +13,20 @@ from cryptography.x509 import load_pem_x509_certificates
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.protocol.watched_files import WatchedFiles
-from kintsugi.store.protocol.wire import CLIENT_OPTIONS
+from kintsugi.store.protocol.wire import CLIENT_OPTIONS, PING_OPTIONS, PING_S
 
 PORT_MAX = 65535
 METADATA_BYTES_MAX = 8 << 10
 HANDSHAKE_S = 10.0
 """Maximum time for the TLS and HTTP/2 handshakes."""
-PING_S, PONG_S = 30.0, 10.0
-"""A peer with running calls is disconnected if it does not answer a ping."""
-
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-    ("grpc.keepalive_time_ms", int(PING_S * 1000)),
-    ("grpc.keepalive_timeout_ms", int(PONG_S * 1000)),
+    *PING_OPTIONS,
+    # gRPC's 5 minutes would make a server disconnect clients that ping as often as it does.
+    ("grpc.http2.min_ping_interval_without_data_ms", int(PING_S * 500)),
     # Otherwise a second server on the same port would silently take some of the connections.
     ("grpc.so_reuseport", 0),
 )

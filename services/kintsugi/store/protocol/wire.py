@@ -67,9 +67,28 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
-CLIENT_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 4 * MESSAGE_BYTES_TARGET))
-"""A client buffers a few messages, so that a shard need not wait until the client has verified the previous
-message. A shard does not, because it would need this memory for every client that puts."""
+PING_S, PONG_S = 30.0, 10.0
+PING_OPTIONS = (
+    ("grpc.keepalive_time_ms", int(PING_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(PONG_S * 1000)),
+    # Without it, gRPC waits 60 s for the answer, whatever the keepalive's timeout is.
+    ("grpc.http2.ping_timeout_ms", int(PONG_S * 1000)),
+)
+"""A peer with running calls is disconnected if it does not answer a ping."""
+RECONNECT_S_MAX = 5.0
+"""Longest wait between two attempts to connect. gRPC's is 120 s, in which calls fail though the server is
+back."""
+RECONNECT_OPTIONS = (("grpc.max_reconnect_backoff_ms", int(RECONNECT_S_MAX * 1000)),)
+CLIENT_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    *RECONNECT_OPTIONS,
+    # A client buffers a few messages, so that a shard need not wait until the client has verified the
+    # previous message. A shard does not, because it would need this memory for every client that puts.
+    ("grpc.http2.lookahead_bytes", 4 * MESSAGE_BYTES_TARGET),
+    # Otherwise the watch of a directory whose host is lost without a word would wait for ever.
+    *PING_OPTIONS,
+    ("grpc.http2.max_pings_without_data", 0),
+)
 
 
 def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
