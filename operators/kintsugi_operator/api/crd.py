@@ -187,6 +187,9 @@ def _schema_of_annotation(annotation: Any, bounds: Mapping[str, Any]) -> Schema:
         return schema_of(annotation)
     if issubclass(annotation, StrEnum):
         return {"type": "string", "enum": [str(one) for one in annotation], **own}
+    if also := bounds.get("also"):  # of another type, and Kubernetes allows one type, or any
+        own["enum"] = [*own["enum"], *also]
+        return {"x-kubernetes-preserve-unknown-fields": True, **own}
     names = {str: "string", bool: "boolean", int: "integer", float: "number"}
     return {"type": names[annotation], **own}
 

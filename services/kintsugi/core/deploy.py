@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlencode
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces import PATTERNS_MAX, NamespaceLimits, NamespacePrivacy, NamespaceRules
 from kintsugi.core.request import parse_selector
-from kintsugi.core.schema import load
+from kintsugi.core.schema import OFF_IN_YAML, load
 from kintsugi.core.settings import Rule, Settings, check, has_items, is_set, non_default_fields, setting, this
 
 STORE_APP = "kintsugi-store"
@@ -162,12 +162,13 @@ class EngineSpec(Settings):
     """CPU cores of each engine."""
     gpus: float = setting(0.0, minimum=0)
     """GPUs of each engine; 0: vLLM runs on the CPU."""
-    quality: str = setting("balanced", enum=["strict", "balanced", "off"])
+    quality: Annotated[str, OFF_IN_YAML] = setting(
+        "balanced", enum=["strict", "balanced", "off"], also=[False]
+    )
     """How much a blend may lose against full prefill. Blending starts automatically as soon as measurements
     on served prompts show a smaller loss. `balanced`: the mean KL is below 0.01 nats (each answer counts at
     most 0.08), and fewer than 1 answer in 8 has more than a quarter of its tokens changed. `strict`: a third
-    of both limits. `off`: nothing is tested, and answers may be wrong without notice. YAML needs quotes
-    around "off", which otherwise means false."""
+    of both limits. `off`: nothing is tested, and answers may be wrong without notice."""
     vllm: Mapping[str, Any] = setting(dict, reserved=("model", "kv_transfer_config"))
     """Arguments of `vllm serve` by their own names, such as `max_model_len` or `tool_call_parser`."""
     expert: EngineExpert = field(default_factory=EngineExpert)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from kintsugi.core.errors import InvalidField, UnknownField
 
@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 STRICT = ConfigDict(extra="forbid", strict=False)
 """Set as `__pydantic_config__` on a dataclass that `load` reads."""
+OFF_IN_YAML = BeforeValidator(lambda value: "off" if value is False else value)
+"""Annotation of a setting with the value `off`, which YAML reads as false without quotes."""
 
 
 def load(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:

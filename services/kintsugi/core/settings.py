@@ -157,8 +157,9 @@ def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
     Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (anchored), minLength,
     maxLength, minItems, maxItems, minProperties, maxProperties, format, and `items`, the bounds of what a
     list or mapping holds. Kintsugi's own: `mapKey`, the field that is unique among a list's items;
-    `reserved`, keys that a mapping must not have; `keys`, the keys that it may have; `after`, the field after
-    which a CRD lists this one; `description`, what a CRD says of the field instead of its docstring.
+    `reserved`, keys that a mapping must not have; `keys`, the keys that it may have; `also`, what YAML may
+    have in place of a value of `enum`; `after`, the field after which a CRD lists this one; `description`,
+    what a CRD says of the field instead of its docstring.
     """
     if callable(default):
         return field(default_factory=default, metadata=bounds)
@@ -242,7 +243,7 @@ def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str, namin
 
 def json_schema_bounds(bounds: Bounds) -> dict[str, Any]:
     """Return the keywords of JSON schema for a field itself."""
-    ours = ("exclusiveMinimum", "items", "mapKey", "reserved", "keys", "after", "description")
+    ours = ("exclusiveMinimum", "items", "mapKey", "reserved", "keys", "also", "after", "description")
     return {keyword: bound for keyword, bound in bounds.items() if keyword not in ours}
 
 

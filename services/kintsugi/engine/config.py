@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.evidence import Quality
@@ -13,7 +13,7 @@ from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces import SALT, narrow
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
-from kintsugi.core.schema import STRICT
+from kintsugi.core.schema import OFF_IN_YAML, STRICT
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 
 SELF_TEST_CHECKS = (
@@ -58,7 +58,7 @@ class EngineConfig:
     report_poll_ms: int = 5_000
     """Period at which the report is read again: the longest time until a change is noticed."""
 
-    quality: Quality = Quality.BALANCED
+    quality: Annotated[Quality, OFF_IN_YAML] = Quality.BALANCED
     """How much a blend may lose. `strict` and `balanced`: prompts are blended only after the evidence shows a
     smaller loss. `off`: nothing is tested, and blends use `ratio`, `selector` and `check_layer`."""
 

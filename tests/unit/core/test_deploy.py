@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -308,3 +309,11 @@ def test_rules_for_namespaces_reach_gateways_and_shards_and_restart_nothing() ->
 def test_impossible_rules_are_refused(rules: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidField, match=field.replace("*", r"\*")):
         spec_from_yaml_mapping({"model": {"path": "/model"}, **rules})
+
+
+@pytest.mark.parametrize("written", ["off", '"off"', "false"])
+def test_off_needs_no_quotes_in_yaml(written: str) -> None:
+    values = yaml.safe_load(f"model: {{path: m}}\nengines: {{quality: {written}}}\n")
+    assert spec_from_yaml_mapping(values).engines.quality == "off"
+    with pytest.raises(InvalidField, match="'strict', 'balanced', 'off'"):
+        spec_from_yaml_mapping({"model": {"path": "m"}, "engines": {"quality": "on"}})

@@ -90,7 +90,7 @@ engines = st.fixed_dictionaries(
         "cpus": st.sampled_from([0.5, 4, 7.25]),
         "memory": quantities,
         "gpus": st.integers(0, 4),
-        "quality": st.sampled_from(["strict", "balanced", "off"]),
+        "quality": st.sampled_from(["strict", "balanced", "off", False]),
         "vllm": st.sampled_from([{"max_num_seqs": 16}, {"max_model_len": 512, "dtype": "float16"}]),
         "expert": st.fixed_dictionaries({}, optional={"ratio": st.just(0.2), "portable": st.booleans()}),
     },

@@ -371,12 +371,18 @@ def test_gpus_are_asked_for_and_used() -> None:
 
 
 def test_quality_is_told_to_the_engines_in_place() -> None:
-    strict = spec_of(engines={"quality": "strict"})
+    # Without quotes, YAML reads off as false, and the API server takes both.
+    for written, told in (("strict", "strict"), ("off", "off"), (False, "off")):
+        _check_quality(written, told)
+
+
+def _check_quality(written: object, told: str) -> None:
+    strict = spec_of(engines={"quality": written})
     name = f"acme-{EngineRevision.of(spec_of()).name}"
     assert f"acme-{EngineRevision.of(strict).name}" == name
     service = named(objects_of(strict), "RayService", name)
     args = json.loads(service["spec"]["serveConfigV2"])["applications"][0]["args"]
-    assert args["engines"]["quality"] == "strict"
+    assert args["engines"]["quality"] == told
 
 
 def environments(objects: tuple[Manifest, ...]) -> dict[str, list[Manifest]]:
