@@ -75,6 +75,16 @@ def test_a_dry_run_shows_what_is_missing_rather_than_a_rate_of_nothing() -> None
     assert "tokens/s" in command._format_progress(Progress())
 
 
+def test_until_the_first_batch_is_done_no_share_of_nothing_is_shown() -> None:
+    progress = Progress(documents=3, chunks=9, chunks_missing=9, share_read=0.1)
+    says = command._format_progress(progress)
+    assert (
+        says == "the engine starts and prefills its first batch; 3 documents read, 9 chunks, 0 hits skipped"
+    )
+    progress.chunks_filled = 3
+    assert command._format_progress(progress).startswith("3%, 3 documents")
+
+
 def test_a_dry_run_says_which_share_is_resident_and_where(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(corpus="tea", dry=True, chunks=4, chunks_resident=3, tiers={"ram": 1, "ssd0": 2})
     command._report(Screen(as_json=False), progress, None, 1)

@@ -223,6 +223,11 @@ def _format_progress(progress: Progress) -> str:
     )
     if progress.dry:
         return f"{text}, {format_bytes(progress.bytes_missing)} missing"
+    if progress.chunks_missing and not (progress.chunks_filled or progress.chunks_failed):
+        return (
+            f"the engine starts and prefills its first batch; {progress.documents} documents read, "
+            f"{progress.chunks} chunks, {progress.chunks_resident} hits skipped"
+        )
     left = "?" if progress.seconds_left is None else f"{progress.seconds_left:.0f} s"
     filled = format_bytes(progress.bytes_filled)
     return f"{text}, {progress.tokens_per_s:.0f} tokens/s, {filled}, {left} left"

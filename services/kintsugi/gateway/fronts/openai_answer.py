@@ -105,6 +105,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
             self._head, self._opening = item, []
             self._is_stream = item.content_type.startswith(STREAM_TYPE)
             self._is_refused = item.status not in ANSWERED
+            self.is_counted = self.is_counted and not self._is_refused  # a refusal has no outcome
             return ()
         self._pieces += 1
         if self._head is not None and item.startswith(_OPENINGS):

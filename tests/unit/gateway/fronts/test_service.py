@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
 
 from kintsugi import __version__
 from kintsugi.cli.commands.status import describe_status
 from kintsugi.cli.service_facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
 from kintsugi.core.errors import Unavailable
-from kintsugi.core.exchange import CHAT_PATH, EngineInfo, LossReason, LostPart
+from kintsugi.core.exchange import CHAT_PATH, EngineInfo, LossReason, LostPart, OpenAIHead
 from kintsugi.gateway import chunks as gateway_chunks
 from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
 from kintsugi.gateway.fronts import service_routes
@@ -83,6 +84,21 @@ def test_what_concerns_every_tenant_is_for_admins_once_verbs_are_named(token: st
         async with client(ScriptedBackend(), Tokens()) as caller:  # a file of before there were verbs
             told = (await caller.get(SERVICE_PATH, headers=bearing("one"))).json()
         assert told["store"] is not None
+
+    run(body)
+
+
+def test_a_request_that_vllm_refuses_is_no_answer() -> None:
+    refusal = [OpenAIHead(400, "application/json"), b'{"error": {"message": "too long"}}']
+
+    async def body() -> None:
+        gateway = gateway_over(ScriptedBackend(lambda call: refusal))
+        transport = httpx.ASGITransport(HttpFront(gateway).app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as caller:
+            assert (await caller.post(CHAT_PATH, json=CHAT)).status_code == 400
+        assert gateway.answers.tally.to_list() == []
+        assert "unknown" not in generate_latest(gateway.metrics.registry).decode()
+        await gateway.close()
 
     run(body)
 
