@@ -56,7 +56,7 @@ SECTION = r"^([A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?)?$"
 
 
 class Serving(StrEnum):
-    """Which image engines and gateway run."""
+    """The image of engines and gateway."""
 
     AUTO = "auto"
     """serving-gpu if engines have GPUs, else serving-cpu."""
@@ -65,10 +65,10 @@ class Serving(StrEnum):
 
 
 class Scope(StrEnum):
-    """Which objects the operator manages."""
+    """The objects that the operator manages."""
 
     NAMESPACE = "Namespace"
-    """Those of the release's namespace, to which all its rights are limited."""
+    """The objects in the release's namespace, to which the operator's rights are limited."""
     CLUSTER = "Cluster"
 
 
@@ -79,13 +79,13 @@ class Images:
     repository: str = setting("", maxLength=230, pattern=REPOSITORY)
     """Required, such as registry.example.com/kintsugi. `make images` builds the images."""
     tag: str = setting("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
-    """Empty: the chart's appVersion."""
+    """Tag of the images; empty: the chart's appVersion."""
     serving: Serving = Serving.AUTO
-    """auto: serving-gpu if engines have GPUs, else serving-cpu."""
+    """Image of engines and gateway. auto: serving-gpu if engines have GPUs, else serving-cpu."""
     serving_digest: str = setting("", pattern=DIGEST)
-    """Takes precedence over the tag."""
+    """Digest of the serving image, which takes precedence over the tag."""
     operator_digest: str = setting("", pattern=DIGEST)
-    """Takes precedence over the tag for the operator's image."""
+    """Digest of the operator's image, which takes precedence over the tag."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class Ingress:
     tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret with tls.crt and tls.key for these hosts; empty: plain HTTP."""
     annotations: Mapping[str, str] = field(default_factory=dict)
-    """For the Ingress controller: time limits, sizes of bodies, HTTPS with `gateway.tlsSecret`."""
+    """Annotations for the Ingress controller: time limits, sizes of bodies, HTTPS with
+    `gateway.tlsSecret`."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ class ParentRef(ManifestSettings):
     name: str = setting(minLength=1, pattern=NAME, maxLength=253)
     """Name of the Gateway."""
     namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
-    """Empty: the release's."""
+    """Namespace of the Gateway; empty: the release's."""
     section_name: str = setting("", pattern=SECTION, maxLength=253)
-    """A listener; empty: all that take the route."""
+    """Name of a listener; empty: all listeners that accept the route."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ class HttpRoute:
     parent_refs: tuple[ParentRef, ...] = setting((), maxItems=32)
     """Required if enabled: Gateways that the route attaches to. Their listeners hold the TLS certificates."""
     hostnames: tuple[str, ...] = setting((), maxItems=16, items={"pattern": HOST, "maxLength": 253})
-    """Empty: every name that the Gateways' listeners take."""
+    """Host names of the route; empty: every name that the Gateways' listeners accept."""
     annotations: Mapping[str, str] = field(default_factory=dict)
-    """For the implementation of the Gateway API."""
+    """Annotations for the implementation of the Gateway API."""
 
 
 @dataclass(frozen=True)
@@ -135,20 +136,23 @@ class Operator:
     """The operator's own pods."""
 
     enabled: bool = True
-    """Turn off if another release's operator manages this namespace."""
+    """Install the operator. Turn it off if another release's operator manages this namespace."""
     replicas: int = setting(1, minimum=1, maximum=5)
-    """One leads; the others wait for its lease. With two or more there is a PodDisruptionBudget."""
+    """Number of pods. One leads; the others wait for its Lease. With two or more, a PodDisruptionBudget is
+    created."""
     scope: Scope = Scope.NAMESPACE
-    """Namespace: it manages this namespace and has rights in no other. Cluster: it manages all."""
+    """Namespace: the operator manages this namespace and has no rights in others. Cluster: it manages all
+    namespaces."""
     upgrade_crds: bool = True
-    """A job before each upgrade brings the CRDs up to the chart's, and never back to an older version. While
-    it runs, it needs a ClusterRole. Turn off if others keep the CRDs."""
+    """Before each upgrade, run a job that updates the CRDs to the chart's version, but never to an older one.
+    While it runs, it needs a ClusterRole. Turn it off if the CRDs are managed elsewhere."""
     cpu: str = setting("50m", pattern=QUANTITY, maxLength=32)
-    """Request; it may use more."""
+    """CPU request of each pod, which may use more."""
     memory: str = setting("128Mi", pattern=QUANTITY, maxLength=32)
-    """Request and limit."""
+    """Memory request and limit of each pod."""
     network_policy: bool = True
-    """Allow only probes in, and only DNS and connections to the API server and the service's pods out."""
+    """Create a NetworkPolicy. Ingress: only probes. Egress: only DNS, the API server and the service's
+    pods."""
     node_selector: Mapping[str, str] = setting(dict, maxProperties=64, items={"maxLength": 63})
     """Labels that a node must have."""
     tolerations: tuple[Toleration, ...] = setting((), maxItems=32)
@@ -160,9 +164,9 @@ class Service:
     """The BlendService of this release."""
 
     enabled: bool = True
-    """Turn off to install the operator alone."""
+    """Create the BlendService. Turn it off to install only the operator."""
     name: str = setting("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
-    """Empty: the release's name."""
+    """Name of the BlendService; empty: the release's name."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,8 @@ class Precompute:
     """CorpusPrecompute objects: documents to prefill before the first request."""
 
     corpora: tuple[CorpusPrecomputeSpec, ...] = setting((), maxItems=64)
-    """Each has a name and the fields of a CorpusPrecompute's spec except the service."""
+    """One object for each entry, which has a name and the fields of a CorpusPrecompute's spec except the
+    service."""
 
 
 @dataclass(frozen=True)
@@ -178,19 +183,20 @@ class Monitoring:
     """Optional objects for Prometheus and Grafana."""
 
     service_monitor: bool = False
-    """A ServiceMonitor for gateways and PodMonitors for the rest; needs the Prometheus operator's CRDs."""
+    """Create a ServiceMonitor for gateways and PodMonitors for the other pods; needs the Prometheus
+    operator's CRDs."""
     interval: str = setting("30s", pattern=r"^[0-9]+(ms|s|m)$")
     """How often Prometheus scrapes."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which Prometheus selects its monitors."""
     rules: bool = False
-    """A PrometheusRule with alerts; needs the Prometheus operator's CRDs and serviceMonitor."""
+    """Create a PrometheusRule with alerts; needs the Prometheus operator's CRDs and serviceMonitor."""
     runbooks: str = setting("docs/ALERTS.md", minLength=1, maxLength=2048)
-    """Where docs/ALERTS.md can be read: each alert links its section there."""
+    """URL of the published docs/ALERTS.md, to whose sections alerts link."""
     dashboard: bool = False
-    """A ConfigMap with the dashboard."""
+    """Create a ConfigMap with the dashboard."""
     dashboard_labels: Mapping[str, str] = field(default_factory=lambda: {"grafana_dashboard": "1"})
-    """Labels by which Grafana's sidecar finds it."""
+    """Labels by which Grafana's sidecar finds the ConfigMap."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +210,8 @@ class HelmTest:
     namespace: str = setting("default", minLength=1, maxLength=128, pattern=NAMESPACE)
     """Tenant of the request."""
     token_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """A Secret whose key `token` is a bearer token for it. Empty: the Secret made by the chart, if any."""
+    """A Secret whose key `token` is a bearer token for `namespace`; empty: the Secret that the chart created,
+    if any."""
     timeout_s: int = setting(600, minimum=1, maximum=7200)
     """How long to wait for the gateway, in seconds."""
 
@@ -215,7 +222,7 @@ class Values:
 
     image: Images = field(default_factory=Images)
     image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, items={"pattern": NAME, "maxLength": 253})
-    """Secrets of this namespace."""
+    """Names of Secrets in this namespace with which nodes pull the images."""
     model: Model = field(default_factory=lambda: Model(path=""))
     engines: Engines = field(
         default_factory=lambda: Engines(
@@ -240,10 +247,10 @@ class Values:
 
 
 COMMENTS = {
-    "model.path": "Empty: `name` is a hub name.",
-    "network.clientNamespaces": "Where some are named, and `test.enabled`, the release's own may too.",
+    "model.path": "If empty, `name` must be a hub name.",
+    "network.clientNamespaces": "If set, and with `test.enabled`, the release's namespace may call it, too.",
     "gateway.tlsSecret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
-    "gateway.tokensSecret": "Empty, and not insecure: a job makes one, with a token for `test.namespace`.",
+    "gateway.tokensSecret": "If empty, without `insecure`: a job makes one, for `test.namespace`.",
 }
 """Additional comments for values with which the chart does more than the operator."""
 

@@ -1,6 +1,6 @@
-"""Before the chart's objects go: delete this release's custom resources and wait until the operator is done.
+"""Delete this release's custom resources before Helm deletes the chart's objects, and wait until they are gone.
 
-Helm would delete the operator first, and nobody would be left to drain the service and to let it go.
+Helm would delete the operator first, and no operator would be left to drain the service and remove its finalizer.
 """
 
 import json

@@ -1,1 +1,2 @@
-"""What a user may ask for and what the operator answers: specs, statuses, their bounds and their CRDs."""
+"""The operator's API: specs that users write, statuses that the operator writes, their bounds and their
+CRDs."""

@@ -1,8 +1,8 @@
 """The spec of a BlendService.
 
-What a service is told on one machine and on Kubernetes alike comes from `core.deploy`; here it is narrowed
-(`NARROWED`) and joined by what only Kubernetes has. Descriptions that a CRD must keep as they are stand in
-`description`; otherwise a field's docstring is its description.
+Settings that are the same on one machine and on Kubernetes come from `core.deploy`. This module narrows their
+bounds (`NARROWED`) and adds the settings that only Kubernetes has. A field's docstring is its description in
+the CRD unless the field has a `description`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Engines(EngineSpec, ManifestSettings):
     NARROWED: ClassVar = {
         "replicas": {
             "maximum": 1024,
-            "description": "Number of engines; the smallest number where `replicasMax` is set. The `scale` "
+            "description": "Number of engines; if `replicasMax` is set, the minimum number. The `scale` "
             "subresource reads and writes it.",
         },
         "replicas_max": {"maximum": 1024},
@@ -120,7 +120,7 @@ class Engines(EngineSpec, ManifestSettings):
 
 @dataclass(frozen=True)
 class Tier(ManifestSettings):
-    """An SSD tier of each shard, on a volume of its own."""
+    """An SSD tier of each shard, on its own volume."""
 
     RULES = (
         Rule(this.gib >= before.gib, "a volume cannot shrink: add a tier under another name"),
@@ -140,12 +140,13 @@ class Tier(ManifestSettings):
 
 @dataclass(frozen=True)
 class Volumes(ManifestSettings):
-    """Volumes that shards keep their data and tiers on."""
+    """Volumes for the data and tiers of shards."""
 
-    RULES = (Rule(this.kind == before.kind, "volumes keep their kind: make a new service"),)
+    RULES = (Rule(this.kind == before.kind, "volumes keep their kind: create a new service"),)
 
     kind: str = setting("Persistent", enum=["Persistent", "Ephemeral"])
-    """`Persistent`: claims that outlive pods and upgrades. `Ephemeral`: volumes that go with their pod."""
+    """`Persistent`: claims that outlive pods and upgrades. `Ephemeral`: volumes that are deleted with their
+    pod."""
     retain: bool = True
     """Keep persistent volumes when the service is deleted."""
     data_gib: float = setting(1.0, minimum=0.1, maximum=1024)
@@ -156,16 +157,16 @@ class Volumes(ManifestSettings):
 
 @dataclass(frozen=True)
 class StoreExpertSpec(ManifestSettings):
-    """Settings of the store that few need."""
+    """Rarely needed settings of the store."""
 
     volumes: Volumes = field(default_factory=Volumes)
     bucket_port: int = setting(443, minimum=1, maximum=65535)
-    """TCP port of the bucket's endpoint, which network policies let shards call at any address."""
+    """TCP port of the bucket's endpoint. Network policies allow shards to call this port at any address."""
     tls_name: str = setting("kintsugi-store", pattern=NAME, maxLength=253)
-    """DNS name that tls.crt is issued for. All shards show the same certificate."""
+    """DNS name in tls.crt. All shards present the same certificate."""
     audit: bool = False
-    """Have each shard record who did what in audit/shard-ID.jsonl on its data volume, which needs 1.1 GiB
-    more for it (`volumes.dataGib`). Shards restart one at a time when this changes."""
+    """Make each shard write an audit log to audit/shard-ID.jsonl on its data volume, which then needs 1.1 GiB
+    more (`volumes.dataGib`). Shards restart one at a time when this changes."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,8 @@ class Store(StoreSettings, ManifestSettings):
     tiers: tuple[Tier, ...] = setting((), maxItems=8, mapKey="name", after="ram_gib")
     """SSD tiers of each shard below RAM, the fastest first."""
     image: str = setting("", pattern=OPTIONAL_IMAGE, maxLength=512)
-    """Image of shards; empty: the service's image as it was when the store was made. Shards restart one at a
-    time when it changes, unless `expert.rayVersion` has changed since the store was made."""
+    """Image of shards; empty: the service's image at the time when the store was created. When it changes,
+    shards restart one at a time, unless `expert.rayVersion` has changed since the store was created."""
     tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Name of a Secret with ca.crt, tls.crt and tls.key for mutual TLS between shards and their clients;
     empty: plaintext."""
@@ -194,24 +195,24 @@ class Store(StoreSettings, ManifestSettings):
     """Name of a Secret whose key `keys.json` is a key file of encrypted namespaces (see `kintsugi keys`).
     Engines, gateways and jobs mount it, shards do not; empty: no namespace is encrypted."""
     tokens_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """Name of a Secret that says who may do what on shards: `tokens.yaml` holds hashed tokens with their
-    namespaces and verbs, as JSON, `token` the token of engines and gateways, and `corpus-token` that of
+    """Name of a Secret with the permissions of clients on shards: `tokens.yaml` holds hashed tokens with
+    their namespaces and verbs, as JSON, `token` the token of engines and gateways, and `corpus-token` that of
     CorpusPrecomputes. Empty: every client may do everything."""
     insecure: bool = False
-    """Allow a store with neither TLS nor NetworkPolicies: anybody in the cluster may read it."""
+    """Allow a store with neither TLS nor NetworkPolicies: every pod in the cluster may read it."""
     expert: StoreExpertSpec = field(default_factory=StoreExpertSpec)
 
 
 @dataclass(frozen=True)
 class GatewaysExpert(GatewayExpert, ManifestSettings):
-    """Settings of gateways that few need."""
+    """Rarely needed settings of gateways."""
 
     require_client_certificate: bool = False
-    """Require clients to show a certificate that ca.crt in the Secret of `tlsSecret` has signed."""
+    """Require clients to present a certificate that ca.crt in the Secret of `tlsSecret` has signed."""
     service_annotations: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 4096})
     """Annotations of the Services NAME-grpc and NAME-http, such as those of a cloud's load balancer."""
     audit: bool = False
-    """Have each gateway record who did what in /data/audit/gateway.jsonl, which is deleted with its pod."""
+    """Make each gateway write an audit log to /data/audit/gateway.jsonl, which is deleted with its pod."""
 
 
 @dataclass(frozen=True)
@@ -245,13 +246,14 @@ class Gateways(GatewaySettings, ManifestSettings):
     tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253, after="tokens_secret")
     """Name of a Secret with tls.crt and tls.key; empty: plaintext."""
     insecure: bool = setting(False, after="tls_secret")
-    """Serve without tokens: anybody who reaches the gateway may use every namespace."""
+    """Serve without tokens: every client that reaches the gateway may use every namespace."""
     expert: GatewaysExpert = field(default_factory=GatewaysExpert)
 
 
 @dataclass(frozen=True)
 class Redis(ManifestSettings):
-    """An external Redis in which Ray's heads keep their state: shards and engines then outlive a head."""
+    """An external Redis in which Ray's heads store their state, so that shards and engines survive the loss
+    of a head."""
 
     RULES = (
         Rule(
@@ -292,7 +294,7 @@ class Network(ManifestSettings):
     policies: bool = True
     """Make NetworkPolicies."""
     client_namespaces: tuple[str, ...] = setting((), maxItems=64, items={"pattern": LABEL, "maxLength": 63})
-    """Kubernetes namespaces whose pods may call the gateway; empty: anybody who reaches it."""
+    """Kubernetes namespaces whose pods may call the gateway; empty: every client that reaches it."""
     monitoring_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
     """Kubernetes namespace whose pods may read metrics; empty: none."""
     downloads: bool = True
@@ -306,7 +308,7 @@ class Limits(NamespaceLimits, ManifestSettings):
 
 @dataclass(frozen=True)
 class NamespacePrivacyExpert(PrivacyExpert, ManifestSettings):
-    """What hides from callers of a namespace that others of its callers stored a chunk."""
+    """Settings that hide from callers of a namespace which chunks its other callers stored."""
 
 
 @dataclass(frozen=True)
@@ -318,36 +320,37 @@ class Privacy(NamespacePrivacy, ManifestSettings):
 
 @dataclass(frozen=True)
 class ServiceExpert(ManifestSettings):
-    """Settings of the pods and the network of a service that few need."""
+    """Rarely needed settings of a service's pods and network."""
 
     pod_templates: Mapping[str, PodTemplate] = setting(dict, maxProperties=len(ROLES), keys=ROLES)
-    """Additions to pods, by their role: engines, corpora (unset: those of engines), store, gateway, heads.
-    Shards restart one at a time when those of the store change."""
+    """Additions to pods, by role: engines, corpora (unset: the additions of engines), store, gateway, heads.
+    When the additions of the store change, shards restart one at a time."""
     redis: Redis = field(default_factory=Redis)
     kuberay_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
-    """Kubernetes namespace of KubeRay's operator, which deploys through the heads' dashboards; empty: this
-    one."""
+    """Kubernetes namespace of KubeRay's operator, which deploys through the heads' dashboards; empty: the
+    service's own namespace."""
     egress: tuple[Egress, ...] = setting((), maxItems=32)
     """Further destinations that engines, gateways and jobs may call, such as a trace collector or a proxy."""
     ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
-    """Version of Ray in the images. A store keeps the version that it was made with."""
+    """Version of Ray in the images. A store keeps the version that it was created with."""
 
 
 @dataclass(frozen=True)
 class BlendServiceSpec(ManifestSettings):
     """A CacheBlend service: a store, engines, a gateway."""
 
-    # Not at the gateway: Kubernetes checks defaults against rules, and the gateway's default breaks this one.
+    # This rule is not the gateway's: Kubernetes checks defaults against rules, and the gateway's default
+    # breaks it.
     RULES = (
         Rule(
             (this.gateway.tokens_secret != "") | this.gateway.insecure,
             "gateway.tokensSecret is mandatory: name a Secret with hashed tokens, or set gateway.insecure "
-            "to serve anybody",
+            "to serve every client",
         ),
         Rule(
             (this.store.tls_secret != "") | this.network.policies | this.store.insecure,
-            "without network.policies the store needs store.tlsSecret, or store.insecure to say that anybody "
-            "in the cluster may read it",
+            "without network.policies the store needs store.tlsSecret, or store.insecure to let every pod "
+            "in the cluster read it",
         ),
     )
 
@@ -362,15 +365,15 @@ class BlendServiceSpec(ManifestSettings):
     network: Network = field(default_factory=Network)
     limits: Mapping[str, Limits] = setting(dict, maxProperties=64)
     """What each namespace may use, by pattern: a namespace, a prefix that ends in *, or *.
-    Limits in the Secret of `gateway.tokensSecret` count before these at gateways."""
+    At gateways, limits in the Secret of `gateway.tokensSecret` take precedence."""
     privacy: Mapping[str, Privacy] = setting(dict, maxProperties=64)
-    """What answers reveal within a namespace, by pattern. Rules in the Secret of `gateway.tokensSecret` count
-    before these."""
+    """What answers reveal within a namespace, by pattern. Rules in the Secret of `gateway.tokensSecret` take
+    precedence."""
     expert: ServiceExpert = field(default_factory=ServiceExpert)
 
     def pod_template(self, role: str) -> PodTemplate:
-        """What the spec adds to the pods of a role. Corpora have the additions of engines unless they have
-        their own."""
+        """Return the spec's additions to the pods of a role. Corpora have the additions of engines unless
+        they have their own."""
         templates = self.expert.pod_templates
         if role == "corpora" and role not in templates:
             role = "engines"

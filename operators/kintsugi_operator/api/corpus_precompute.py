@@ -12,7 +12,7 @@ from kintsugi_operator.api.patterns import CRON, NAME, NAMESPACE, OPTIONAL_NAME,
 
 @dataclass(frozen=True)
 class CorpusColumns(ManifestSettings):
-    """Names of the columns or keys of a row that hold a document."""
+    """Names of the columns, or keys, that hold the parts of a document."""
 
     text: str = setting("text", minLength=1, maxLength=255)
     """Column with the document's text."""
@@ -38,16 +38,16 @@ class CorpusWorkers(ManifestSettings):
 
 @dataclass(frozen=True)
 class CorpusExpert(ManifestSettings):
-    """Settings of a corpus that few need."""
+    """Rarely needed settings of a corpus."""
 
     format: str = setting("", enum=["", "jsonl", "parquet", "csv", "text", "markdown", "html", "pdf", "docx"])
     """Format of the files: jsonl, parquet, csv, text, markdown, html, pdf or docx; empty: by each
     file's suffix."""
     columns: CorpusColumns = field(default_factory=CorpusColumns)
     errors_share: float = setting(0.05, minimum=0, maximum=1)
-    """Share of the documents that may fail before the job does, 0 to 1."""
+    """Share of the documents that may fail without failing the job, 0 to 1."""
     tokens_per_s: float = setting(0.0, minimum=0)
-    """Most tokens that the job prefills per second; 0: no limit."""
+    """Maximum number of tokens that the job prefills per second; 0: no limit."""
     ttl_s: int = setting(3600, minimum=0, maximum=31536000)
     """Time in seconds after which a finished job's objects are deleted."""
     retire_old_editions: bool = False
@@ -59,12 +59,12 @@ class CorpusExpert(ManifestSettings):
 
 @dataclass(frozen=True)
 class CorpusPrecomputeSpec(ManifestSettings):
-    """Documents whose chunks are prefilled before anybody asks."""
+    """Documents whose chunks are prefilled before the first request."""
 
     RULES = (
         Rule(this.overlap < this.tokens_max, "overlap must be less than tokensMax", "overlap"),
-        Rule(this.service == before.service, "a corpus keeps its service: make another CorpusPrecompute"),
-        Rule(this.namespace == before.namespace, "a corpus keeps its namespace: make another"),
+        Rule(this.service == before.service, "a corpus keeps its service: create another CorpusPrecompute"),
+        Rule(this.namespace == before.namespace, "a corpus keeps its namespace: create another"),
     )
 
     service: str = setting(minLength=1, maxLength=63, pattern=NAME)
@@ -78,7 +78,7 @@ class CorpusPrecomputeSpec(ManifestSettings):
     credentials_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID."""
     tokens_max: int = setting(512, minimum=1, maximum=1048576)
-    """Largest size of a chunk in tokens."""
+    """Maximum number of tokens in a chunk."""
     overlap: int = setting(0, minimum=0, maximum=1048576)
     """Number of tokens at the end of a chunk that the next one repeats; less than tokensMax."""
     workers: CorpusWorkers = field(default_factory=CorpusWorkers)
@@ -86,5 +86,5 @@ class CorpusPrecomputeSpec(ManifestSettings):
     """When to fill the corpus again: cron, five fields, UTC. Empty: once, and again for every new model or
     change of this spec."""
     suspend: bool = False
-    """Stop a running job and start none. What was prefilled stays, and the job later continues from there."""
+    """Stop a running job and start none. Prefilled chunks stay, and the job continues after them later."""
     expert: CorpusExpert = field(default_factory=CorpusExpert)

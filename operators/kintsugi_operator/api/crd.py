@@ -55,16 +55,16 @@ PENDING: Schema = {
             "type": "Ready",
             "status": "Unknown",
             "reason": "Pending",
-            "message": "no operator has looked at this object yet",
+            "message": "no operator has reconciled this object yet",
             "lastTransitionTime": "1970-01-01T00:00:00Z",
         }
     ],
 }
 """The status of an object that no operator has written to.
 
-The API server drops a status that comes with a new object, but fills defaults in whenever it reads the object
-from its storage, so that readers never see it without one. kstatus would call an object without an
-`observedGeneration` current."""
+The API server drops the status of a new object, but fills in defaults whenever it reads the object from its
+storage, so readers never see an object without a status. kstatus treats an object without
+`observedGeneration` as current."""
 
 
 SCALES = {
@@ -74,7 +74,8 @@ SCALES = {
         "labelSelectorPath": ".status.engineSelector",
     }
 }
-"""The scale subresource. With `engines.replicasMax`, Serve scales the engines from there."""
+"""The scale subresource. With `engines.replicasMax`, it sets the minimum, and Serve scales the engines above
+it."""
 
 
 def crds() -> dict[str, Schema]:
@@ -105,7 +106,7 @@ def schema_of(cls: type[Any]) -> Schema:
     if required:
         schema["required"] = required
     if hasattr(cls, "REFUSED"):
-        # Otherwise the API server would drop such a field, and nobody would hear why.
+        # Otherwise the API server would silently drop such a field.
         schema["x-kubernetes-preserve-unknown-fields"] = True
     if rules := getattr(cls, "RULES", ()):
         schema["x-kubernetes-validations"] = [rule.manifest() for rule in rules]
@@ -195,7 +196,8 @@ def _schema_of_annotation(annotation: Any, bounds: Mapping[str, Any]) -> Schema:
 
 
 def _without_defaults(schema: Schema) -> Schema:
-    """The schema of a status: the API server must not add to what the operator wrote."""
+    """The schema of a status, without defaults: the API server must not add to the status that the operator
+    wrote."""
     kept = {key: value for key, value in schema.items() if key != "default"}
     if "properties" in kept:
         kept["properties"] = {name: _without_defaults(one) for name, one in kept["properties"].items()}

@@ -1,4 +1,4 @@
-"""Specs and statuses as they stand in Kubernetes objects, where names are camelCase."""
+"""Converts specs and statuses to and from Kubernetes objects, where names are camelCase."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 
 class ManifestSettings(Settings):
-    """Settings that are read under the names of their fields in YAML."""
+    """Settings whose fields have camelCase names in Kubernetes objects."""
 
     __pydantic_config__: ClassVar = ConfigDict(**STRICT, alias_generator=camel)
 
 
 def from_manifest(cls: type[T], values: Mapping[str, Any], where: str = "spec") -> T:
-    """A spec from an object's. Raises `InvalidField` that names the field as YAML does."""
+    """Parse the spec of an object. Raises `InvalidField`, which names the field as in YAML."""
     return load(cls, values, where)
 
 
 def from_live_spec(cls: type[T], live: Mapping[str, Any]) -> T:
-    """The spec of a live object. Raises `InvalidField` as `from_manifest`, but leaves out fields that this
-    version does not know: the API server has dropped what its CRD does not name, so they are those of a newer
-    CRD, which fills their defaults into every object. What a person may add to pods is not guessed about."""
+    """Parse the spec of a live object. Unlike `from_manifest`, leaves out fields that this version does not
+    know: the API server drops unknown fields, so these belong to a newer CRD, which fills their defaults into
+    every object. Unknown fields in additions to pods are errors. Raises `InvalidField`."""
     spec = copy.deepcopy(live["spec"])
     while True:
         try:
@@ -49,7 +49,8 @@ def from_live_spec(cls: type[T], live: Mapping[str, Any]) -> T:
 
 
 def status_of(cls: type[T], live: Mapping[str, Any]) -> T:
-    """The status that was written last; an empty one where another version's cannot be read."""
+    """Return the status that was written last; an empty one if another version wrote it in a form that this
+    one cannot read."""
     try:
         return from_manifest(cls, live.get("status") or {}, "status")
     except InvalidField:
@@ -57,16 +58,16 @@ def status_of(cls: type[T], live: Mapping[str, Any]) -> T:
 
 
 def check_manifest(spec: Any) -> None:
-    """Raise `InvalidField` where a spec breaks a bound or a rule: as the API server does, for specs that an
-    older CRD has let pass."""
+    """Raise `InvalidField` if a spec violates a bound or a rule. The API server checks the same, but an older
+    CRD may have accepted the spec."""
     check(spec, "spec", camel)
 
 
 def to_manifest(value: Any) -> Any:
-    """A spec as it stands in an object, defaults filled in, unset fields left out."""
+    """Return a spec as an object holds it, with defaults and without unset fields."""
     return plain(value, camel, lambda _, inner: inner is not None)
 
 
 def non_default_manifest(settings: Any) -> dict[str, Any]:
-    """The fields of a spec that differ from their defaults, as they stand in an object."""
+    """Return the fields of a spec that differ from their defaults, as an object holds them."""
     return non_default_fields(settings, naming=camel)

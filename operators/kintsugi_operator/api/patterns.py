@@ -1,4 +1,4 @@
-"""Patterns of what fields hold. All are anchored at both ends."""
+"""Regular expressions for the values of fields. All are anchored at both ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a spec may add to a workload's pods, under the names of a pod's own template."""
+"""The additions of a spec to a workload's pods. Fields have the names of a pod template's fields."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ RESERVED_MESSAGE = (
     "this variable is the operator's or Ray's own: a download's token is model.tokenSecret, "
     "the KV cache of a CPU engines.vllm.kv_cache_memory_bytes"
 )
-_SECURITY = "every pod meets the restricted pod security standard, which this could undo"
+_SECURITY = "every pod meets the restricted pod security standard, which this field could violate"
 _PROCESS = "the operator, KubeRay and Ray decide what a pod runs; set image, cpus and memory in spec, or env"
 
 
 @dataclass(frozen=True)
 class Variable(ManifestSettings):
-    """An environment variable, as in a container's `env`: `$(NAME)` is an earlier variable's value."""
+    """An environment variable, as in a container's `env`: `$(NAME)` is replaced by an earlier variable's
+    value."""
 
     RULES = (
         Rule((this.value == "") | ~is_set(this.value_from), "give value or valueFrom, not both", "value"),
@@ -35,7 +36,7 @@ class Variable(ManifestSettings):
     name: str = setting(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", maxLength=128)
     """Name of the variable."""
     value: str = setting("", maxLength=8192)
-    """Value of the variable; empty where `valueFrom` gives it."""
+    """Value of the variable; empty with `valueFrom`."""
     value_from: Mapping[str, Any] | None = setting(None, minProperties=1, maxProperties=1)
     """Source of the value, as in a container: secretKeyRef, configMapKeyRef, fieldRef or another."""
 
@@ -61,7 +62,7 @@ class Toleration(ManifestSettings):
 
 @dataclass(frozen=True)
 class VolumeMount(ManifestSettings):
-    """Where the container mounts one of `volumes`."""
+    """A mount of one of `volumes` in the container."""
 
     name: str = setting(pattern=LABEL, maxLength=63)
     """Name of the volume."""
@@ -75,13 +76,15 @@ class VolumeMount(ManifestSettings):
 
 @dataclass(frozen=True)
 class PodTemplate(ManifestSettings):
-    """Additions to the workload's pods, under the names of a pod's template."""
+    """Additions to the workload's pods. Fields have the names of a pod template's fields."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "containers": _PROCESS,
         "initContainers": _PROCESS,
         "restartPolicy": _PROCESS,
-        "terminationGracePeriodSeconds": "shards write back and requests finish in the operator's own time",
+        "terminationGracePeriodSeconds": (
+            "the operator sets the time for shards to write back and for requests to finish"
+        ),
         "hostNetwork": _SECURITY,
         "hostPID": _SECURITY,
         "hostIPC": _SECURITY,
@@ -90,25 +93,27 @@ class PodTemplate(ManifestSettings):
         "imagePullSecrets": "set spec.imagePullSecrets",
         "nodeName": "the scheduler places pods: set nodeSelector or affinity",
         "metadata": "set labels and annotations",
-        "spec": "its fields stand in the template itself",
+        "spec": "set its fields directly in the template",
     }
     """Fields of a pod that must not be overridden, and why."""
 
     labels: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 63})
-    """Added to the pods. Those of kintsugi.dev and ray.io, and what selects pods, cannot be changed."""
+    """Labels that are added to the pods. Labels of kintsugi.dev and ray.io, and labels that select pods,
+    cannot be changed."""
     annotations: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 4096})
-    """Added to the pods. Those of kintsugi.dev and ray.io cannot be changed."""
+    """Annotations that are added to the pods. Those of kintsugi.dev and ray.io cannot be changed."""
     env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
-    """Environment variables of the container, such as a proxy, or OTEL_EXPORTER_OTLP_ENDPOINT of gateways."""
+    """Environment variables of the container, such as a proxy's, or OTEL_EXPORTER_OTLP_ENDPOINT for
+    gateways."""
     node_selector: Mapping[str, str] = setting(dict, maxProperties=64, items={"maxLength": 63})
     """Labels that a node must have."""
     tolerations: tuple[Toleration, ...] = setting((), maxItems=32)
-    """Taints that pods tolerate."""
+    """Taints that the pods tolerate."""
     affinity: Mapping[str, Any] = setting(dict)
     """Replaces the operator's own preferences, which keep equal pods on different nodes and in different
     zones."""
     topology_spread_constraints: tuple[Mapping[str, Any], ...] = setting((), maxItems=8)
-    """How pods spread over nodes and zones."""
+    """Rules for spreading pods over nodes and zones."""
     priority_class_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A PriorityClass; empty: the cluster's default."""
     runtime_class_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
@@ -116,8 +121,8 @@ class PodTemplate(ManifestSettings):
     scheduler_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """The scheduler that places the pods; empty: Kubernetes' own."""
     service_account_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """A ServiceAccount that exists, such as one with a cloud identity; empty: one that the operator makes."""
+    """An existing ServiceAccount, such as one with a cloud identity; empty: one that the operator creates."""
     volumes: tuple[Mapping[str, Any], ...] = setting((), maxItems=16)
-    """More volumes, of the kinds that the restricted pod security standard allows."""
+    """Additional volumes, of the kinds that the restricted pod security standard allows."""
     volume_mounts: tuple[VolumeMount, ...] = setting((), maxItems=16)
-    """Where the container mounts them."""
+    """Mounts of these volumes in the container."""

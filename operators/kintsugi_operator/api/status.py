@@ -1,5 +1,5 @@
-"""Types of the statuses that the operator writes. `api.crd` generates the CRDs from them: the docstrings here
-are the descriptions there."""
+"""Types of the statuses that the operator writes. `api.crd` generates the CRDs from them; the docstrings
+become the descriptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kintsugi_operator.api.manifest import ManifestSettings
 
 
 class ConditionStatus(StrEnum):
-    """Whether a condition holds."""
+    """Status of a condition."""
 
     TRUE = "True"
     FALSE = "False"
@@ -27,9 +27,9 @@ class Condition(ManifestSettings):
     status: ConditionStatus
     """Whether the condition holds: True, False or Unknown."""
     reason: str
-    """Why it has this status, as one word for programs."""
+    """The reason for this status, as one CamelCase word for programs."""
     message: str = setting("", maxLength=4096)
-    """Why it has this status and what to do about it, for people."""
+    """The reason for this status and what to do about it, for people."""
     last_transition_time: str = setting("", format="date-time")
     """When the status last changed."""
     observed_generation: int = 0
@@ -61,14 +61,14 @@ class RolloutStatus(ManifestSettings):
     since: str = ""
     """When the phase began."""
     retiring: tuple[str, ...] = ()
-    """Revisions that served before. Each is removed once its requests have had time to finish."""
+    """Revisions that served earlier. Each is removed after its requests have had time to finish."""
     retiring_since: str = ""
-    """When the latest of them stopped serving."""
+    """When the last of them stopped serving."""
 
 
 @dataclass(frozen=True)
 class OperatorStatus(ManifestSettings):
-    """The operator that owns the service. Others leave it alone."""
+    """The operator that owns the service. Other operators do not change it."""
 
     lease: str = ""
     """`NAMESPACE/NAME` of the Lease that its leader holds."""
@@ -78,10 +78,10 @@ class OperatorStatus(ManifestSettings):
 
 @dataclass(frozen=True)
 class BlendServiceStatus(ManifestSettings):
-    """What the operator has seen and done."""
+    """The observed state of the service."""
 
     observed_generation: int = 0
-    """The `metadata.generation` that this status describes; -1: no operator has looked at the object yet."""
+    """The `metadata.generation` that this status describes; -1: no operator has reconciled it yet."""
     shards: str = ""
     """Ready and requested shards, such as 2/3."""
     engines: str = ""
@@ -101,15 +101,15 @@ class BlendServiceStatus(ManifestSettings):
     rollout: RolloutStatus = field(default_factory=RolloutStatus)
     operator: OperatorStatus = field(default_factory=OperatorStatus)
     conditions: tuple[Condition, ...] = setting((), mapKey="type")
-    """What is true of the service, why, and what to do about it."""
+    """Conditions of the service, each with its reason and what to do about it."""
 
 
 @dataclass(frozen=True)
 class CorpusPrecomputeStatus(ManifestSettings):
-    """What the last job has done."""
+    """The observed state of the corpus and its last job."""
 
     observed_generation: int = 0
-    """The `metadata.generation` that this status describes; -1: no operator has looked at the object yet."""
+    """The `metadata.generation` that this status describes; -1: no operator has reconciled it yet."""
     phase: str = ""
     """Waiting, Starting, Running, Suspended, Succeeded or Failed."""
     job: str = ""
@@ -131,4 +131,4 @@ class CorpusPrecomputeStatus(ManifestSettings):
     coverage: float | None = None
     """Share of the corpus's chunks that the store holds, 0 to 1."""
     conditions: tuple[Condition, ...] = setting((), mapKey="type")
-    """What is true of the corpus, why, and what to do about it."""
+    """Conditions of the corpus, each with its reason and what to do about it."""

@@ -17,7 +17,7 @@ from kintsugi_operator.observed.conditions import timestamp
 logger = logging.getLogger(__name__)
 
 REPEAT_S = 30.0
-"""Minimum time between two writes of the same Event. What happens earlier is only logged."""
+"""Minimum time between two writes of the same Event. Changes within this time are only logged."""
 REMEMBERED_MAX = 4096
 """Maximum number of Events whose last write is remembered."""
 MESSAGE_LENGTH_MAX = 1024

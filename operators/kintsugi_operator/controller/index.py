@@ -67,7 +67,7 @@ KINDS = (
 
 
 class Knowledge(StrEnum):
-    """What is known of a kind."""
+    """Whether the objects of a kind are known."""
 
     NOTHING = "nothing"
     LISTED = "listed"
@@ -83,7 +83,8 @@ class Entry:
     """Namespace and name."""
     version: int
     content: bytes
-    """Compressed fields that are read, without the version: an unchanged object has the same bytes."""
+    """The compressed fields that are read, without the version, so that an unchanged object has the same
+    bytes."""
     labels: tuple[str, ...]
     """Values of the `INDEXED` labels."""
     keys: frozenset[ObjectKey]

@@ -79,8 +79,8 @@ S = TypeVar("S", BlendServiceStatus, CorpusPrecomputeStatus)
 SOON_S = 10.0
 """Seconds until the next look while a change is in progress."""
 LATER_S = 60.0
-"""Seconds until the next look otherwise. Watches report changes at once; this look is for what only time
-changes, such as a schedule."""
+"""Seconds until the next look while no change is in progress. Watches report changes at once; this look
+handles changes that only time causes, such as a schedule."""
 CONTESTED_S = 30.0
 """Seconds until the next look at a service that another operator owns."""
 UNENFORCEABLE_MAX = 10_000
@@ -369,7 +369,7 @@ class Reconciler:
             logger.info("deleted %s %s/%s", one["kind"], owner.namespace, one["metadata"]["name"])
 
     async def _upgrade(self, namespace: str, result: Desired) -> None:
-        """Update the RayCluster, or else evict a shard's pod, which then restarts from the new template."""
+        """Update the RayCluster, or evict a shard's pod, which then restarts from the new template."""
         if result.cluster_patch is not None:
             patch = result.cluster_patch
             live = await self._cluster.get(RAY_CLUSTER, namespace, patch.cluster) or {}

@@ -117,8 +117,8 @@ def sign(manifest: Manifest) -> Manifest:
 def _drop_unknown(
     rollout: RolloutStatus, known: Mapping[str, EngineRevision], requested: str
 ) -> RolloutStatus:
-    """Drop revisions whose ConfigMap is gone: nothing else holds their configuration. If the active revision
-    is dropped, the requested one becomes active."""
+    """Drop revisions whose ConfigMap was deleted, because nothing else holds their configuration. If the
+    active revision is dropped, the requested one becomes active."""
     if rollout.active not in known:
         return RolloutStatus(active=requested)
     return replace(

@@ -103,8 +103,8 @@ def spread(labels: Mapping[str, str], apart_from: Mapping[str, str] | None = Non
     """An affinity that prefers other nodes and zones than those of pods with these labels, and nodes without
     pods that have the labels `apart_from`.
 
-    It has preferences alone: a pod on the wrong node is better than an unschedulable pod. Topology spread
-    constraints are not used: for zones, they have no effect on nodes without a zone.
+    It has only preferences, because a pod on the wrong node is better than an unschedulable pod. Topology
+    spread constraints are not used: for zones, they have no effect on nodes without a zone.
     """
     chosen = [(100, HOSTNAME, labels), (50, ZONE, labels)]
     if apart_from is not None:

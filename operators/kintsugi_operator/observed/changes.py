@@ -1,4 +1,4 @@
-"""What happened to an object: the difference between its statuses before and after a look. Each change
+"""Finds what happened to an object, from its statuses before and after a look. Each change
 becomes an Event.
 
 The status is the memory: a restarted operator repeats no Event, and an object at rest has none.

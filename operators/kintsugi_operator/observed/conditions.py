@@ -1,4 +1,4 @@
-"""Conditions: what is true of an object, why, and what to do about it."""
+"""The conditions of objects, each with its reason and what to do about it."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def retire_keys(path: Path, namespace: str) -> tuple[tuple[str, ...], str]:
 
 
 def destroy_keys(path: Path, namespace: str) -> tuple[tuple[str, ...], str]:
-    """Destroy all keys of a namespace. Its chunks become unreadable, and without the name key nobody can
+    """Destroy all keys of a namespace. Its chunks become unreadable, and without the name key no one can
     check whether a text was stored. Returns the ids of the destroyed data keys, and the time. Raises
     `InvalidField` and `NotFound`."""
     entries, keys = _find_keys(path, namespace)
