@@ -1,6 +1,7 @@
-"""Delete this release's custom resources before Helm deletes the chart's objects, and wait until they are gone.
+"""Delete this release's custom resources before Helm deletes the chart, and wait until they are gone.
 
-Helm would delete the operator first, and no operator would be left to drain the service and remove its finalizer.
+Otherwise Helm would delete the operator first, and no operator would be left to drain the service and remove
+its finalizer.
 """
 
 import json
