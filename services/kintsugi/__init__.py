@@ -7,7 +7,12 @@ Import layers, top to bottom (checked by import-linter)::
     cli · serving, bench · gateway · sdk · precompute, quality · engine · store, fusor, models · core
 """
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# Before gRPC is imported: it would print a line for each fork, "skipping fork() handlers", though grpcio
+# handles forks only if this is 1.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from kintsugi.sdk.client import AsyncClient as AsyncClient
