@@ -50,8 +50,8 @@ def _inactive_bytes(folder: Path) -> int:
 
 
 def find_shortage(spec: ServiceSpec, free_gib: float | None = None) -> str:
-    """Return what a service on this machine needs, by part, and what is free, if it may not fit; "" if it
-    fits. ``free_gib``: None: as `find_free_memory_gib`."""
+    """Return a message with the memory that a service needs, by part, and the free memory, if it may not fit;
+    "" if it fits. ``free_gib`` None: the result of `find_free_memory_gib`."""
     free_gib = find_free_memory_gib() if free_gib is None else free_gib
     parts = service_memory_gib(spec, _weights_gib(Path(spec.model.path)))
     needed_gib = sum(parts.values())

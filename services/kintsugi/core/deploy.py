@@ -40,11 +40,13 @@ SHARD_ENV = {"MALLOC_ARENA_MAX": str(SHARD_ARENAS_MAX)}
 """Ray's worker has threads, and so arenas, before `store.shard.malloc` can bound them."""
 
 RAY_ENVIRONMENT = {
-    # The monitor ends Ray's workers when 95 % of the machine's memory, or a pod's, are used, whoever uses
-    # them. Ending ours frees little of what others use. Our own use is bounded in bytes (RAM tiers, vLLM's KV
-    # cache), and the kernel, which acts at 100 %, is the limit that Kubernetes and users expect.
+    # The monitor ends Ray's workers when 95 % of the memory of the machine or pod is used, even by other
+    # programs. Ending Kintsugi's processes frees little of the memory that others use. Our own use is bounded
+    # in bytes (RAM tiers, vLLM's KV cache), and the kernel, which acts at 100 %, is the limit that Kubernetes
+    # and users expect.
     "RAY_memory_monitor_refresh_ms": "0",
-    # With Ray's 1000, the kernel would end our processes before the one that uses the most memory.
+    # With Ray's value of 1000, the kernel would end Kintsugi's processes before the one that uses most
+    # memory.
     "RAY_worker_oom_score_adjustment": "0",
     # The table of dead actors is read every second (`serving.lost_parts`). Ray's 100,000 would take seconds.
     "RAY_maximum_gcs_destroyed_actor_cached_count": "1000",

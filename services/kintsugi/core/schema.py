@@ -55,7 +55,7 @@ def check_text(value: object, where: str) -> str:
 
 
 def check_whole(value: object, where: str, minimum: int, maximum: int) -> int:
-    """Return a whole number in [minimum, maximum]. Raises `InvalidField`; `True` and 1.0 are no whole
+    """Return a whole number in [minimum, maximum]. Raises `InvalidField`; `True` and 1.0 are not whole
     numbers."""
     try:
         number = operator.index(value) if not isinstance(value, bool) else None  # type: ignore[arg-type]
@@ -90,7 +90,8 @@ def check_flag(value: object, where: str) -> bool:
 
 
 def check_items(value: object, where: str) -> Iterable[Any]:
-    """Return a list or another iterable. Raises `InvalidField`; one text is no list of its letters."""
+    """Return a list or another iterable. Raises `InvalidField`; a text does not count as a list of its
+    letters."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise InvalidField(where, f"must be a list, not {_kind_of(value)}")
     return value

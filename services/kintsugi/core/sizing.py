@@ -26,14 +26,15 @@ COST = 0.2
 CPU_KV_CACHE_GIB = 2
 """Default size of an engine's KV cache on a CPU. vLLM would otherwise take most of the machine's memory."""
 RAY_NODE_GIB = 0.75
-"""Ray's own processes on a node without the head, and the object store's pages that are used."""
+"""Memory of Ray's own processes on a node without the head, and of the used pages of its object store."""
 RAY_HEAD_GIB = 1.25
-"""The same on one machine: with the GCS, the dashboard, Serve's controller, the directory and the CLI."""
+"""Memory of Ray on a single machine, with the GCS, the dashboard, Serve's controller, the directory and the
+CLI."""
 SHARD_GIB = 1.25
-"""A shard without its chunks: 0.25 at rest; the rest is for gRPC's buffers under load."""
+"""Memory of a shard without its chunks: 0.25 when idle; the rest is for gRPC's buffers under load."""
 GATEWAY_GIB = 0.5
 ENGINE_GIB = 1.75
-"""An engine without weights and KV cache: 0.8 of the replica, 0.8 of vLLM's core."""
+"""Memory of an engine without weights and KV cache: 0.8 for the replica, 0.8 for vLLM's core."""
 RAM_HEAP_SHARE = 0.1
 """Memory for manifests per byte of the RAM tier. 64-token chunks of a 135M model need 0.002; the bound is for
 chunks of single tokens."""

@@ -45,7 +45,7 @@ class FreshKV:
     query: Tensor
     """After RoPE, `[tokens, query heads of this rank, head_dim]`."""
     key_before_rope: Tensor | None
-    """None from `project_kv`, which may leave it out."""
+    """None if `project_kv` left it out."""
     key: Tensor
     value: Tensor
 

@@ -14,7 +14,7 @@ WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether a host stands for all interfaces; clients cannot connect to such a host."""
+    """Return whether a host means all interfaces; clients cannot connect to such a host."""
     return host in WILDCARDS
 
 

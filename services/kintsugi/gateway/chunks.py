@@ -68,7 +68,7 @@ class Recent(Generic[Value]):
         self, ask: Callable[[], Awaitable[Value]], silence: str, explain: Callable[[], str] = lambda: ""
     ) -> None:
         """``silence``: the error message, without the time, if no answer arrives within `ANSWER_S`;
-        ``explain`` returns its end, which says why."""
+        ``explain`` returns a suffix with the cause."""
         self._ask = ask
         self._silence = silence
         self._explain = explain

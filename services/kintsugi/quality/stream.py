@@ -102,7 +102,7 @@ class Twins(Protocol):
     """What the stream needs of an engine."""
 
     priority: int
-    """vLLM's priority of all that it computes for the stream."""
+    """vLLM's priority of all requests for the stream."""
 
     async def answer_in_full(self, prompt: Prompt) -> Generation:
         """Run a full prefill, then continue along `Prompt.forced`."""
@@ -141,8 +141,8 @@ class _Pending:
     recorded: list[Selection] = field(default_factory=list)
     """Configurations of twins whose pairs are recorded. They are not run again."""
     is_compared: bool = False
-    """Whether a served blend was compared with its full prefill. What else it would show is left out if a
-    request arrives meanwhile."""
+    """Whether a served blend was compared with its full prefill. If a request arrives meanwhile, further
+    measurements are skipped."""
 
     @property
     def is_blend(self) -> bool:
@@ -248,7 +248,7 @@ class Stream:
         after it."""
         self._audits: deque[tuple[ChunkKey, str] | None] = deque(maxlen=AUDITS_WINDOW)
         self._running: asyncio.Future[Any] | None = None
-        """What the engine computes for the stream now."""
+        """The computation that the engine runs for the stream now."""
         self._is_interrupted = False
         # Seeded, so that equal runs audit the same chunks.
         self._picks = random.Random(0)
@@ -276,7 +276,7 @@ class Stream:
             self._is_interrupted = self._running.cancel()
 
     async def _run(self, answer: Awaitable[_T]) -> _T:
-        """Await what the engine computes. Raises `_Interrupted` if a request arrives first."""
+        """Await the engine's computation. Raises `_Interrupted` if a request arrives first."""
         running = asyncio.ensure_future(answer)
         self._running, self._is_interrupted = running, False
         try:

@@ -20,7 +20,7 @@ PARTS = {"DirectoryActor": "Directory", "ServeController": "ServeController"}
 """Parts by the class of their actors, which Ray restarts in place. All others are replicas of Serve."""
 REPLICAS = tuple(f"ServeReplica:{app}:" for app in (STORE_APP, SERVICE_APP))
 LOSSES_MAX = 256
-"""Losses that are remembered in a process."""
+"""Maximum number of losses that a process remembers."""
 VMSTAT = Path("/proc/vmstat")
 
 
@@ -34,7 +34,7 @@ def count_kernel_kills(vmstat: Path = VMSTAT) -> int:
 
 
 def part_of(class_name: str) -> str:
-    """Return the name of the part that an actor of this class is; empty for an actor of others."""
+    """Return the part to which an actor of this class belongs; empty for other actors."""
     prefix = next((one for one in REPLICAS if class_name.startswith(one)), None)
     return PARTS.get(class_name, "") if prefix is None else class_name.removeprefix(prefix)
 

@@ -50,8 +50,8 @@ T = TypeVar("T")
 
 
 def build_service_spec(task: ServeTask) -> ServiceSpec:
-    """Build the service that the options describe, of the reference model if they name none. Raises
-    `InvalidField`, `UnknownField` and `NotFound`."""
+    """Build the service that the options describe. Without a model in them, it serves the reference model.
+    Raises `InvalidField`, `UnknownField` and `NotFound`."""
     if task.config is not None:
         spec = spec_from_yaml_mapping(read_yaml(task.config))
         model = spec.model if task.model is None else dataclasses.replace(spec.model, path=task.model)

@@ -244,7 +244,8 @@ def disjoint(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     ordered = sorted(spans, key=lambda span: (span[1], -span[0]))
     ends = [end for _, end in ordered]
     best: list[tuple[int, int]] = [(0, 0)]
-    """For the first n spans: the number of covered characters, and the negative number of chosen spans."""
+    """The best choice among the first n spans: its number of covered characters, and minus its number of
+    spans."""
     taken: list[int] = []
     """For each span that is chosen: the number of spans that end before it; -1 for other spans."""
     for index, (start, end) in enumerate(ordered):

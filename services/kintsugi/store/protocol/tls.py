@@ -25,7 +25,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     *PING_OPTIONS,
-    # gRPC's 5 minutes would make a server disconnect clients that ping as often as it does.
+    # With gRPC's default of 5 minutes, a server would disconnect clients that ping as often as the server
+    # does.
     ("grpc.http2.min_ping_interval_without_data_ms", int(PING_S * 500)),
     # Otherwise a second server on the same port would silently take some of the connections.
     ("grpc.so_reuseport", 0),

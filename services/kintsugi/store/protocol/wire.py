@@ -76,8 +76,8 @@ PING_OPTIONS = (
 )
 """A peer with running calls is disconnected if it does not answer a ping."""
 RECONNECT_S_MAX = 5.0
-"""Longest wait between two attempts to connect. gRPC's is 120 s, in which calls fail though the server is
-back."""
+"""Longest wait between two attempts to connect. With gRPC's default of 120 s, calls would fail long after the
+server has returned."""
 RECONNECT_OPTIONS = (("grpc.max_reconnect_backoff_ms", int(RECONNECT_S_MAX * 1000)),)
 CLIENT_OPTIONS = (
     *CHANNEL_OPTIONS,
@@ -85,7 +85,7 @@ CLIENT_OPTIONS = (
     # A client buffers a few messages, so that a shard need not wait until the client has verified the
     # previous message. A shard does not, because it would need this memory for every client that puts.
     ("grpc.http2.lookahead_bytes", 4 * MESSAGE_BYTES_TARGET),
-    # Otherwise the watch of a directory whose host is lost without a word would wait for ever.
+    # Otherwise a client would wait forever for a directory whose host has disappeared.
     *PING_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
 )

@@ -236,7 +236,7 @@ class Erasures:
 
     def merge(self, namespace: str, at_s: float) -> None:
         """Record that another shard has merged its erasures of a namespace until `at_s`. An empty namespace
-        stands for all."""
+        means all."""
         with self._writing:
             self._change(
                 {}, {_MERGED: {namespace: self._joined(namespace, self._last + 1, at_s)}}, self._last + 1
