@@ -203,6 +203,8 @@ class LossReason(StrEnum):
     """Its node was lost."""
 
 
+PARTS = ("Gateway", "Engine", "StoreShard", "Directory", "ServeController")
+"""The processes of a service whose loss is reported."""
 _LOSSES = {
     LossReason.KILLED: "was killed or crashed; its log in Ray's folder may say why",
     LossReason.KERNEL_MEMORY: "was ended by the kernel because memory ran out; stop other programs, or lower "
@@ -218,7 +220,7 @@ class LostPart:
     """A process of the service that ended unexpectedly. Ray starts another."""
 
     part: str
-    """`Gateway`, `Engine`, `StoreShard`, `Directory` or `ServeController`."""
+    """One of `PARTS`."""
     pid: int
     """0: unknown."""
     at_s: float

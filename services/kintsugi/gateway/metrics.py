@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kintsugi.core.exchange import LostPart
+from kintsugi.core.exchange import PARTS, LossReason, LostPart
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 
@@ -108,6 +109,8 @@ class GatewayMetrics:
             "Processes of the service that ended unexpectedly, by part and reason; each gateway counts all",
             ["part", "reason"],
         )
+        for part, reason in product(PARTS, LossReason):  # Prometheus sees no increase of a new series
+            self._lost.labels(part, reason.value)
         self._fills = counter("kintsugi_gateway_fill_events", "Misses by decision and result", ["event"])
 
     def count_request(self, method: str, status: str | int) -> None:
