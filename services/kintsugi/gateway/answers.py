@@ -40,7 +40,8 @@ RETRY_WAIT_S = 0.05
 TALLY_MAX = 64
 """Maximum number of reasons that are counted separately; further ones are counted together."""
 FOLLOW_UPS_MAX = 64
-"""Maximum number of answers whose missed chunks are being determined; misses of further ones are dropped."""
+"""Maximum number of answers whose missed chunks are looked up at a time; misses of further answers are
+dropped."""
 
 Event = TypeVar("Event")
 PENDING_MAX = 65_536

@@ -57,7 +57,7 @@ def _make_folder(final: Path, make: Callable[[Path], object]) -> None:
 
 
 def cache_error(folder: Path, error: OSError) -> KintsugiError:
-    """Return the error for a user from an operating system error in the cache."""
+    """Convert an operating system error in the cache to an error that says what the user can do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceExhausted(
             f"the disk of the cache {folder} is full; free some space, or set {CACHE_VARIABLE} to a folder "

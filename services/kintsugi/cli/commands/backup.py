@@ -55,7 +55,7 @@ class BackedUpFolders:
     shard_data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A shard's data folder, with its reports. Repeat it for several, always in the same order."
+            help="A shard's data folder, with its reports. Repeat the option for several, in the same order."
         ),
     ] = None
 

@@ -248,7 +248,8 @@ def _longest_at(
     text_end: int,
     candidates: Sequence[ChunkManifest],
 ) -> ChunkManifest | None:
-    """Return the first of the candidates, longest first, whose key is that of the tokens at ``offset``."""
+    """Return the longest candidate whose key equals the key of the tokens at ``offset``. ``candidates``:
+    longest first."""
     for manifest in candidates:
         end = offset + manifest.num_tokens
         if end <= text_end and ChunkKey.of(space, token_ids[offset:end]) == manifest.key:

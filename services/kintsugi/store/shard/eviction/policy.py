@@ -139,8 +139,8 @@ class S3Fifo(EvictionPolicy[Item]):
                 return item
 
     def _keep(self, item: Item, uses: int, from_small: bool) -> None:
-        """Move an item that was used to the end of the main queue, with one use less, or none if it was
-        small."""
+        """Move an item that was used to the end of the main queue. It loses one use, or all uses if it was in
+        the small queue."""
         if from_small:
             del self._small[item]
             self._small_bytes -= self._sizes[item]
