@@ -76,7 +76,7 @@ class ScriptedBackend(EngineBackend):
     async def find_chunks(self, call: OpenAICall) -> PromptMatch:
         raise NotImplementedError
 
-    async def info(self) -> EngineInfo:
+    async def info(self, namespace: str = "") -> EngineInfo:
         if self.info_error is not None:
             raise self.info_error
         return INFO

@@ -252,7 +252,7 @@ class StubBackend(EngineBackend):
             return PromptMatch(sum(map(len, prompts)), ())
         return match_prompts(self._store, self.space, call.params, prompts)
 
-    async def info(self) -> EngineInfo:
+    async def info(self, namespace: str = "") -> EngineInfo:
         self._check_up()
         return self._info
 

@@ -58,6 +58,11 @@ class EngineFacts:
     """`on`, or why not."""
     progress: Mapping[str, Any] = field(default_factory=dict)
     """The fields of `core.gate.GateProgress`."""
+    namespace: str = ""
+    """The caller's namespace whose evidence `blending` and `progress` show; empty: the one that is
+    furthest."""
+    learning: Mapping[str, Any] = field(default_factory=dict)
+    """`core.exchange.EngineInfo.learning`."""
     version: str = ""
     vllm: str = ""
 

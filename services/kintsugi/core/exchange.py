@@ -170,6 +170,9 @@ class EngineInfo:
     """Other names that requests may use for the model: its folder, and its name on the hub."""
     selector: str = ""
     """The selector of a request that names none; empty where the gate is closed."""
+    learning: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine has measured since its start (`serving.learning.Learning.describe`); empty: nothing is
+    measured."""
     ratio: float | None = None
     """The ratio of a request that names none; None where the gate is closed."""
     ratios_min: Mapping[str, float] | None = None
@@ -279,8 +282,9 @@ class EngineBackend(ABC):
         model's name."""
 
     @abstractmethod
-    async def info(self) -> EngineInfo:
-        """Describe one of the engines, which are all alike."""
+    async def info(self, namespace: str = "") -> EngineInfo:
+        """Describe one of the engines, which are all alike. ``namespace``: `blending`, `progress` and what
+        follows from them are those of this namespace; empty: of the one that is furthest."""
 
     def lost_parts(self) -> Sequence[LostPart]:
         """Return the latest processes of the service that ended unexpectedly, oldest first; empty where

@@ -150,6 +150,8 @@ class GateProgress:
     pairs_missing: int | None = None
     """Estimated number of further prompts until the next configuration passes; None if unknown, or if there
     is no next one."""
+    minutes_missing: int | None = None
+    """About how many minutes they take at the present pace; None: unknown."""
     cost: float | None = None
     """Mean share of a full prefill's work of the cheapest configuration that is open."""
     kl: float | None = None

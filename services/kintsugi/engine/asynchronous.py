@@ -272,17 +272,17 @@ class AsyncEngine(EngineBackend):
         names, options = (self._spec.name, *self._spec.aliases), self._spec.openai
         return OpenAIFront(self._watched, names, self.prefix_token_ids, options)
 
-    async def info(self) -> EngineInfo:
+    async def info(self, namespace: str = "") -> EngineInfo:
         from vllm import __version__ as vllm_version
 
         self.check_health()
         state = self._gate.state
         unable = self._watched.weights_changed or self._declined
-        progress = summarize(state)
+        progress = summarize(state, namespace or None)
         if unable:
             progress = GateProgress("closed", unable)
         untested = self._config.selection if progress.state == "off" else None
-        opened = None if unable else widest(state)
+        opened = None if unable else widest(state, namespace or None)
         default = untested if opened is None else opened[2].cheapest
         return EngineInfo(
             model=self._spec.name,

@@ -63,6 +63,8 @@ class ReportKeeper:
         self._clock = clock
         self._exchanged_s = -float("inf")
         self._is_changed = False
+        self.failure = ""
+        """Why the last exchange failed; empty if it did not."""
         self._seen: dict[str, int] = {}
         self._part = ReportPart(uuid.uuid4().hex, versions, self.now)
         self.report = Report(binding, self.now)
@@ -133,8 +135,10 @@ class ReportKeeper:
                 self._store.put_report(self._binding.model, self._binding.report_name, self.report.to_bytes())
                 self._is_changed = False
         except KintsugiError as error:
+            self.failure = f"the evidence is not shared: {error}"
             logger.warning("the evidence about blends is not shared now: %s", error)
             return []
+        self.failure = ""
         return self._take_new()
 
     def _leave_folded(self, found: Report) -> None:

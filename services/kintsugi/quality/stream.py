@@ -32,7 +32,7 @@ import math
 import random
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -51,6 +51,7 @@ from kintsugi.core.evidence import (
     trip_limits,
 )
 from kintsugi.core.gate import CLOSED, LEARNING, UNMEASURED, GateState
+from kintsugi.core.namespaces import is_within
 from kintsugi.core.plan import Selection, make_trial
 from kintsugi.core.report import Allowance, Cell, Closing, ServedBlend, source_of
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
@@ -143,6 +144,8 @@ class _Pending:
     is_compared: bool = False
     """Whether a served blend was compared with its full prefill. If a request arrives meanwhile, further
     measurements are skipped."""
+    is_erased: bool = False
+    """Whether the namespace was erased, so that the prompt is not kept."""
 
     @property
     def is_blend(self) -> bool:
@@ -165,8 +168,9 @@ class StreamCounts:
     """Pairs that were measured."""
     failed: int = 0
     """Pairs whose twin failed. A blend that fails counts as the worst loss; a full prefill says nothing."""
-    dropped: int = 0
-    """Answers that waited too long for their twin."""
+    dropped: Counter[int] = field(default_factory=Counter)
+    """Answers that waited too long for their twin, or were erased with their namespace, by the band of their
+    prompts' lengths (`core.report.BANDS`)."""
     audited: int = 0
     """Stored chunks that were compared with a new prefill."""
     damaged: int = 0
@@ -233,8 +237,6 @@ class Stream:
     ) -> None:
         """``gate`` returns the engine's state; ``clock`` seconds."""
         self.counts = StreamCounts()
-        self.dropped_by_length: Counter[int] = Counter()
-        """Answers dropped, by the band of their prompts."""
         self._twins = twins
         self._keeper = keeper
         self._gate = gate
@@ -247,6 +249,8 @@ class Stream:
         """By source and number of closings, the latest last. Evidence from before a closing has no effect
         after it."""
         self._audits: deque[tuple[ChunkKey, str] | None] = deque(maxlen=AUDITS_WINDOW)
+        self._current: _Pending | None = None
+        """The answer whose twins run."""
         self._running: asyncio.Future[Any] | None = None
         """The computation that the engine runs for the stream now."""
         self._is_interrupted = False
@@ -345,7 +349,7 @@ class Stream:
             return
         if self._keeper.is_due:  # before anything is recorded: others' closings and slots count
             await self._exchange()
-        pending = self._pending.popleft()
+        pending = self._current = self._pending.popleft()
         state, params = self._gate(), pending.prompt.params
         assert params is not None
         cell = Cell.of(params.is_discovered, len(pending.prompt.token_ids))
@@ -356,8 +360,10 @@ class Stream:
             is_changed = await measure(pending, state, cell, source)
         except _Interrupted:
             is_changed = True  # what was recorded before may open or close
-            if not pending.is_compared:
+            if not (pending.is_compared or pending.is_erased):
                 self._pending.appendleft(pending)
+        finally:
+            self._current = None
         if is_changed or self._keeper.is_due:
             await self._exchange()
 
@@ -381,9 +387,27 @@ class Stream:
     def drop_late(self) -> None:
         """Drop the answers that waited too long."""
         while self._pending and self._clock() - self._pending[0].taken_s > PENDING_S:
-            late = self._pending.popleft()
-            self.counts.dropped += 1
-            self.dropped_by_length[Cell.of(False, len(late.prompt.token_ids)).band] += 1
+            self._count_dropped(self._pending.popleft())
+
+    def forget(self, namespaces: Collection[str]) -> None:
+        """Drop the answers to prompts of these namespaces and their parts, and of those that share their
+        chunks, because something was erased there. A running twin ends."""
+        kept, waiting = deque[_Pending](), self._pending
+        for one in waiting:
+            if _concerns(one.prompt, namespaces):
+                self._count_dropped(one)
+            else:
+                kept.append(one)
+        self._pending = kept
+        current = self._current
+        if current is not None and not current.is_erased and _concerns(current.prompt, namespaces):
+            current.is_erased = True
+            self._count_dropped(current)
+            if self._running is not None:
+                self._is_interrupted = self._running.cancel()
+
+    def _count_dropped(self, dropped: _Pending) -> None:
+        self.counts.dropped[Cell.of(False, len(dropped.prompt.token_ids)).band] += 1
 
     async def _exchange(self) -> None:
         closed: set[str] = set()
@@ -526,6 +550,13 @@ class Stream:
         reason = f"{len(damaged)} audited chunks differ from what the model computes ({examples})"
         self._close(Closing(reason, self._keeper.now))
         return True
+
+
+def _concerns(prompt: Prompt, namespaces: Collection[str]) -> bool:
+    """Whether a prompt may hold texts of one of these namespaces."""
+    assert prompt.params is not None
+    own = [name for name in (prompt.params.namespace, prompt.params.shared) if name]
+    return any(is_within(name, one) for name in own for one in namespaces)
 
 
 def _served_selection(allowed: Allowance | None, accounting: dict[str, object]) -> Selection | None:

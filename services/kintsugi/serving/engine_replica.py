@@ -19,6 +19,7 @@ from kintsugi.core.deploy import (
     ModelSpec,
 )
 from kintsugi.core.errors import KintsugiError
+from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.report import Binding
 from kintsugi.core.schema import load
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, launch
@@ -111,6 +112,10 @@ class EngineReplica(AsyncEngine):
             "tokens_per_s": stats.tokens_per_s,
             "busy_share": stats.busy_share,
         }
+
+    async def info(self, namespace: str = "") -> EngineInfo:
+        info = await super().info(namespace)
+        return info if self._learning is None else self._learning.describe(info)
 
     async def close(self) -> None:
         if self._learning is not None:

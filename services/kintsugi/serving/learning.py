@@ -9,8 +9,11 @@ Twins use the engine's own KV cache.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -23,8 +26,9 @@ from prometheus_client.registry import Collector
 
 from kintsugi.core.deploy import ModelSpec
 from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.gate import GateProgress, summarize
-from kintsugi.core.report import Binding, ServedBlend
+from kintsugi.core.report import BANDS, Binding, ServedBlend
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine
 from kintsugi.engine.auditing import StoredCopy, find_stored_copies
@@ -48,6 +52,10 @@ BLEND_SHARE = 0.05
 """Maximum share of an engine's time for comparing blended answers with full prefill."""
 REPORT_FILE = "calibration.json"
 PUBLISH_RETRY_S = 0.5
+FOLLOW_S = 1.0
+"""Interval between reads of the store's erasures."""
+PACE_PROMPTS = 16
+"""Number of the latest measured prompts that the pace is estimated from."""
 
 
 class _EngineTwins:
@@ -129,13 +137,21 @@ class Learning:
         keeper = ReportKeeper(engine.store, gate.binding, gate.versions, gate.quality, clock=clock)
         self._engine = engine
         self._clock = clock
+        self._keeper = keeper
         self._rested_s = clock()
         """When the next twin may start."""
+        self._measured_s: deque[float] = deque(maxlen=PACE_PROMPTS)
+        """When the latest prompts were measured."""
+        self._failure = ""
+        """Why the latest prompt was not measured; empty if it was."""
         self.stream = Stream(_EngineTwins(engine), keeper, lambda: gate.state, clock)
         if registry is not None:
             registry.register(LearningMetrics(self.stream.counts, lambda: summarize(gate.state)))
         self._closing = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name="kintsugi-learning")
+        self._tasks = [
+            asyncio.create_task(self._run(), name="kintsugi-learning"),
+            asyncio.create_task(self._follow(), name="kintsugi-learning-erasures"),
+        ]
         engine.watch(self.stream)
 
     async def _run(self) -> None:
@@ -143,16 +159,47 @@ class Learning:
             self.stream.drop_late()
             while self._may_run():
                 share = BLEND_SHARE if self.stream.is_next_blend else FULL_SHARE
-                started_s = self._clock()
+                started_s, pairs = self._clock(), self.stream.counts.pairs
                 try:
                     await self.stream.run_one()
+                    self._failure = ""
                 except KintsugiError as error:
+                    self._failure = str(error)
                     log.warning("an answer was not measured: %s", error)
-                except Exception:
+                except Exception as error:
+                    self._failure = f"a defect: {type(error).__name__}: {error}"
                     log.exception("an answer could not be measured because of a defect")
+                if self.stream.counts.pairs > pairs:
+                    self._measured_s.append(self._clock())
                 self._rested_s = started_s + (self._clock() - started_s) / share
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), POLL_S)
+
+    async def _follow(self) -> None:
+        """Drop waiting answers of namespaces in which something is erased."""
+        cursor = ""
+        while True:
+            try:
+                page = await asyncio.to_thread(self._engine.store.erasures, cursor)
+                cursor = page.cursor
+                self.stream.forget({one.namespace for one in page.erasures})
+            except KintsugiError as error:
+                log.debug("erasures could not be read and are read again: %s", error)
+            await asyncio.sleep(FOLLOW_S)
+
+    def describe(self, info: EngineInfo) -> EngineInfo:
+        """Add to an engine's description what was measured, what failed last, and about how long the rest
+        takes."""
+        counts = dataclasses.asdict(self.stream.counts)
+        dropped = {label_of_band(band): number for band, number in self.stream.counts.dropped.items()}
+        failure = self._failure or self._keeper.failure
+        facts = {**counts, "dropped": dropped, "pending": self.stream.pending, "failure": failure}
+        progress, times = info.progress, self._measured_s
+        if progress.pairs_missing and len(times) > 1:
+            pace_s = (times[-1] - times[0]) / (len(times) - 1)
+            minutes = math.ceil(progress.pairs_missing * pace_s / 60)
+            progress = dataclasses.replace(progress, minutes_missing=minutes)
+        return dataclasses.replace(info, progress=progress, learning=facts)
 
     def _may_run(self) -> bool:
         if self._closing.is_set() or not self.stream.pending:
@@ -164,8 +211,9 @@ class Learning:
         Idempotent."""
         self._engine.watch(None)
         self._closing.set()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class LearningMetrics(Collector):
@@ -180,12 +228,19 @@ class LearningMetrics(Collector):
             ("pairs", "Answers that were compared with a twin"),
             ("failed", "Comparisons whose twin failed; a failed blend counts as the worst loss"),
             ("interrupted", "Twins that ended because a request arrived; they run again"),
-            ("dropped", "Answers that waited too long for their twin"),
             ("audited", "Stored chunks that were prefilled again and compared"),
             ("damaged", "Compared chunks that were damaged and were deleted"),
             ("closings", "Times that this engine turned blending off"),
         ):
             yield CounterMetricFamily(f"kintsugi_quality_{name}", about, value=getattr(self._counts, name))
+        dropped = CounterMetricFamily(
+            "kintsugi_quality_dropped",
+            "Answers that waited too long for their twin or were erased, by the length of their prompts",
+            labels=["prompt_tokens"],
+        )
+        for band, number in sorted(self._counts.dropped.items()):
+            dropped.add_metric([label_of_band(band)], number)
+        yield dropped
         progress = self._progress()
         yield GaugeMetricFamily(
             "kintsugi_quality_open", "Whether blending is open", value=float(progress.state == "open")
@@ -202,6 +257,11 @@ class LearningMetrics(Collector):
             value = getattr(progress, name)
             if value is not None:
                 yield GaugeMetricFamily(f"kintsugi_quality_{name}", about, value=float(value))
+
+
+def label_of_band(band: int) -> str:
+    """Return a band's upper bound in tokens, or what it exceeds, such as `2048` or `>32768`."""
+    return str(BANDS[band]) if band < len(BANDS) else f">{BANDS[-1]}"
 
 
 def make_learning(engine: AsyncEngine, registry: CollectorRegistry | None = None) -> Learning | None:

@@ -59,8 +59,8 @@ class RayBackend(EngineBackend):
         match: PromptMatch = await self._await_answer(self._handle.find_chunks, call)
         return match
 
-    async def info(self) -> EngineInfo:
-        info: EngineInfo = await self._await_answer(self._handle.info)
+    async def info(self, namespace: str = "") -> EngineInfo:
+        info: EngineInfo = await self._await_answer(self._handle.info, namespace)
         return info
 
     def lost_parts(self) -> Sequence[LostPart]:

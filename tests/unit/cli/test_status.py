@@ -66,10 +66,32 @@ def test_the_last_lost_processes_are_told(engines: EngineFacts) -> None:
 
 
 def test_blending_that_is_on_says_since_when_at_which_cost_and_what_follows() -> None:
-    progress = {"detail": "at 69% of the work", "since": "2026-11-27T12:00:00+00:00", "pairs_missing": 9}
+    progress = {
+        "detail": "at 69% of the work",
+        "since": "2026-11-27T12:00:00+00:00",
+        "loss_upper": 0.05,
+        "pairs_missing": 9,
+    }
     facts = dataclasses.replace(HEALTHY, engines=dataclasses.replace(ENGINES, progress=progress))
-    expected = "on since 2026-11-27T12:00:00+00:00: at 69% of the work; cheaper after about 9 more prompts"
+    expected = (
+        "on since 2026-11-27T12:00:00+00:00: at 69% of the work (at most 0.050 with a confidence of 95 %); "
+        "cheaper after about 9 more prompts"
+    )
     assert describe_status(facts).blending == expected
+
+
+def test_learning_says_how_long_it_takes_and_what_failed() -> None:
+    engines = dataclasses.replace(
+        ENGINES,
+        blending="learning: 3 of about 40 prompts were measured",
+        progress={"minutes_missing": 12},
+        learning={"failure": "the engine was busy for 300 s"},
+    )
+    status = describe_status(dataclasses.replace(HEALTHY, engines=engines))
+    assert status.blending.endswith("40 prompts were measured; about 12 more minutes at this pace")
+    assert dict(status.runs)["learning"].endswith(
+        "tried again with the next prompt: the engine was busy for 300 s"
+    )
 
 
 @pytest.mark.parametrize("contact", [one for one in Contact if one is not Contact.ANSWERED])

@@ -19,7 +19,7 @@ class Engine:
         self.error: Exception | None = None
         self.go = asyncio.Event()
 
-    async def info(self) -> EngineInfo:
+    async def info(self, namespace: str = "") -> EngineInfo:
         self.asked += 1
         await self.go.wait()
         if self.error is not None:

@@ -146,6 +146,8 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
     helps = []
     if engines.blending != "on":
         helps.append(advise_on_gate(engines.blending))
+    if failure := engines.learning.get("failure"):
+        runs.append(("learning", f"failed, and is tried again with the next prompt: {failure}"))
     helps += [] if facts.store is None else _advise_on_store(facts.store)
     frequent = find_frequent_reasons(facts.answers or ())
     helps += [_NOT_BLENDED[one.reason] for one in frequent if one.reason in _NOT_BLENDED]
@@ -164,14 +166,19 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
 
 
 def describe_blending(engines: EngineFacts) -> str:
-    """Format as `on since 2026-11-27T12:00:00+00:00: prompts of …: at 41% of a full prefill's work, …`."""
+    """Format as `on since 2026-11-27T12:00:00+00:00: prompts of …: at 41% of a full prefill's work, …`, with
+    the 95 % bound of the loss; until blending is on, with the time that learning still takes."""
     progress = engines.progress
     if engines.blending != "on" or not progress.get("detail"):
-        return engines.blending
+        minutes = progress.get("minutes_missing")
+        takes = f"; about {format_count(minutes, 'more minute')} at this pace" if minutes else ""
+        return f"{engines.blending}{takes}"
     since = f" since {progress['since']}" if progress.get("since") else ""
     missing = progress.get("pairs_missing")
     cheaper = f"; cheaper after about {format_count(missing, 'more prompt')}" if missing else ""
-    return f"on{since}: {progress['detail']}{cheaper}"
+    bound = progress.get("loss_upper")
+    lost = f" (at most {bound:.3f} with a confidence of 95 %)" if bound is not None else ""
+    return f"on{since}: {progress['detail']}{lost}{cheaper}"
 
 
 def advise_on_gate(blending: str) -> str:

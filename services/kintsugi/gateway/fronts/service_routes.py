@@ -27,6 +27,7 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.schema import check_items, check_text
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.chunks import Recent
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.residency import ChunkResidence
@@ -156,7 +157,9 @@ async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
     `LOST_SHOWN`) are None for a caller who may not see them."""
     sees_all = gateway.access.sees_all(caller)
     describe_store = _describe_store(gateway) if sees_all else asyncio.sleep(0, None)
-    engines, store = await asyncio.gather(_describe_engines(gateway), describe_store)
+    # Evidence counts by namespace: a caller with namespaces of its own sees the first one's.
+    own = next((name for name in caller.namespaces if not sees_all and not name.endswith("*")), "")
+    engines, store = await asyncio.gather(_describe_engines(gateway, own), describe_store)
     return {
         "version": __version__,
         "has_tokens": gateway.access.has_tokens,
@@ -178,10 +181,14 @@ def describe_caller(caller: Caller) -> dict[str, Any]:
     return {"name": caller.name, "namespaces": list(caller.namespaces), "verbs": sorted(caller.verbs)}
 
 
-async def _describe_engines(gateway: Gateway) -> dict[str, Any]:
-    """Describe one engine; all serve the same model."""
+async def _describe_engines(gateway: Gateway, namespace: str) -> dict[str, Any]:
+    """Describe one engine; all serve the same model. ``namespace``: whose evidence is shown; empty: that of
+    the one that is furthest."""
+    recent = gateway.recent_info
+    if namespace:
+        recent = Recent(lambda: gateway.backend.info(namespace), "no engine answered")
     try:
-        info = await gateway.recent_info.get()
+        info = await recent.get()
     except KintsugiError as error:
         return {"error": str(error)}
     return {
@@ -191,7 +198,9 @@ async def _describe_engines(gateway: Gateway) -> dict[str, Any]:
         "max_model_len": info.max_model_len,
         "form": info.form,
         "blending": info.blending,
+        "namespace": namespace,
         "progress": asdict(info.progress),
+        "learning": dict(info.learning),
         "version": info.version,
         "vllm": info.vllm,
     }

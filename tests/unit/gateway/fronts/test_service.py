@@ -17,6 +17,7 @@ from kintsugi.cli.commands.status import describe_status
 from kintsugi.cli.service_facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import CHAT_PATH, EngineInfo, LossReason, LostPart, OpenAIHead
+from kintsugi.core.gate import GateProgress
 from kintsugi.gateway import chunks as gateway_chunks
 from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
 from kintsugi.gateway.fronts import service_routes
@@ -103,12 +104,37 @@ def test_a_request_that_vllm_refuses_is_no_answer() -> None:
     run(body)
 
 
+class LearningBackend(ScriptedBackend):
+    """Has measured other prompts in each namespace."""
+
+    async def info(self, namespace: str = "") -> EngineInfo:
+        progress = GateProgress(
+            "learning", f"of {namespace or 'the one that is furthest'}", minutes_missing=3
+        )
+        return dataclasses.replace(await super().info(), progress=progress, learning={"dropped": {"2048": 1}})
+
+
+@pytest.mark.parametrize(
+    ("token", "namespace"), [("generate@acme", "acme"), ("generate@*", ""), ("admin@*", "")]
+)
+def test_a_caller_sees_how_far_its_own_namespace_is(token: str, namespace: str) -> None:
+    async def body() -> None:
+        async with client(LearningBackend(), Roles()) as caller:
+            told = (await caller.get(SERVICE_PATH, headers=bearing(token))).json()["engines"]
+        assert told["namespace"] == namespace
+        assert told["progress"]["detail"] == f"of {namespace or 'the one that is furthest'}"
+        assert told["progress"]["minutes_missing"] == 3
+        assert told["learning"] == {"dropped": {"2048": 1}}
+
+    run(body)
+
+
 class LosingBackend(ScriptedBackend):
     """Has no engine, which was killed just now."""
 
     lost = LostPart("Engine", 7, time.time(), LossReason.KERNEL_MEMORY)
 
-    async def info(self) -> EngineInfo:
+    async def info(self, namespace: str = "") -> EngineInfo:
         await asyncio.sleep(60)
         raise AssertionError("waited for too long")
 

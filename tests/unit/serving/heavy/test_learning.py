@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry
 from kintsugi.core.deploy import ModelSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.evidence import Quality
-from kintsugi.core.gate import GateState, decide
+from kintsugi.core.exchange import EngineInfo
+from kintsugi.core.gate import GateProgress, GateState, decide
 from kintsugi.core.report import LADDER
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, TokenIds
@@ -35,6 +36,7 @@ from kintsugi.serving.learning import (
     publish_shipped,
 )
 from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.interface import ErasurePage
 from tests.fakes.reports import AT, BINDING, CELL, SAFEST, SOURCE, VERSIONS, open_report, part_of
 from tests.unit.quality.fakes import distribution, put_chunk
 
@@ -244,7 +246,7 @@ def test_under_constant_load_answers_do_not_wait_for_ever() -> None:
         serve(engine)
         engine.now_s = 601.0
         await until(lambda: learning.stream.pending == 0)
-        assert learning.stream.counts.dropped == 1
+        assert learning.stream.counts.dropped == {1: 1}
 
     assert live(test).calls == []
 
@@ -282,6 +284,49 @@ def test_a_defect_is_logged_and_learning_goes_on(caplog: pytest.LogCaptureFixtur
         engine.now_s += 60.0
         serve(engine)
         await until(lambda: learning.stream.counts.pairs > 0)
+
+    live(test)
+
+
+def test_waiting_prompts_of_a_namespace_are_erased_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FOLLOW_S", 0.001)
+    read: list[str] = []
+
+    class FollowedStore(RamStore):
+        def erasures(self, cursor: str) -> ErasurePage:
+            read.append(cursor)
+            return super().erasures(cursor)
+
+    async def test(engine: StubEngine, learning: Learning) -> None:
+        await until(lambda: bool(read) and read[-1] != "")
+        engine.waiting = 1  # no twin runs
+        serve(engine)
+        assert learning.stream.pending == 1
+        engine.store.erase("tenant", None, 0.0)
+        await until(lambda: learning.stream.pending == 0)
+        assert learning.stream.counts.dropped == {1: 1}
+
+    live(test, StubEngine(FollowedStore()))
+
+
+def test_what_was_measured_and_what_failed_is_told() -> None:
+    info = EngineInfo("m", "", (), True, 1, "learning", GateProgress("learning", "", pairs_missing=30))
+
+    async def test(engine: StubEngine, learning: Learning) -> None:
+        assert learning.describe(info).progress.minutes_missing is None
+        for number in range(1, 3):
+            serve(engine)
+            await until(lambda number=number: learning.stream.counts.pairs == number * len(LADDER))  # type: ignore[misc]
+            engine.now_s += 120.0
+        told = learning.describe(info)
+        assert (told.progress.minutes_missing, told.learning["failure"]) == (60, "")
+        assert (told.learning["pairs"], told.learning["pending"]) == (2 * len(LADDER), 0)
+        engine.gate.refresh = refuse  # type: ignore[method-assign]
+        serve(engine)
+        await until(lambda: learning.describe(info).learning["failure"] == "the report is gone")
+
+    def refuse() -> None:
+        raise Unavailable("the report is gone")
 
     live(test)
 
