@@ -138,6 +138,7 @@ def test_the_demo_ends_with_the_consoles_address(engine: FakeEngine) -> None:
     text = RUNNER.invoke(app, ["demo"], env=WIDE).stdout
     assert "kintsugi demo --open" in text
     assert "http://127.0.0.1:8000/console" in text
+    assert text.rstrip().endswith(demo.OWN_DOCUMENTS)
 
 
 def test_a_demo_that_cannot_blend_fails(engine: FakeEngine) -> None:

@@ -50,6 +50,7 @@ NO_REPORT_NOTE = (
     "The demo tests nothing before it blends. A service does: it blends only what it has measured to lose "
     "little, on the prompts that it serves."
 )
+OWN_DOCUMENTS = "Ten minutes, on your own documents: docs/howto/own-documents.md"
 OTHER_MODEL_NOTE = f"The question was chosen by the answers of {REFERENCE.title}, not of this model."
 
 
@@ -189,3 +190,4 @@ def _render(console: Console, show: Show, session: Session, measurements: Sequen
     ):
         steps.add_row(Text(command), purpose)
     console.print(steps)
+    console.print(f"\n{OWN_DOCUMENTS}")
