@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--address", default="127.0.0.1:7500")
     parser.add_argument("--namespace", default="notes")
-    parser.add_argument("--token", help="of `kintsugi token`, where the gateway asks for one")
+    parser.add_argument("--token", help="token from `kintsugi token`, if the gateway requires one")
     arguments = parser.parse_args()
     metadata = [("x-request-id", "raw-grpc-example")]
     if arguments.token:

@@ -27,7 +27,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--address", default="127.0.0.1:7500")
     parser.add_argument("--namespace", default="lighthouses")
-    parser.add_argument("--token", help="of `kintsugi token`, where the gateway asks for one")
+    parser.add_argument("--token", help="token from `kintsugi token`, if the gateway requires one")
     parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority that signed the gateway")
     arguments = parser.parse_args()
     options = ClientOptions(token=arguments.token, tls_ca=arguments.tls_ca)

@@ -381,7 +381,7 @@ def main() -> int:
     parser.add_argument(
         "--push", action="store_true", help="push, and attach sbom and provenance with cosign"
     )
-    parser.add_argument("--key", default="", help="cosign's key; unset: the identity that cosign asks for")
+    parser.add_argument("--key", default="", help="cosign's key; unset: the identity that cosign requests")
     arguments = parser.parse_args()
     try:
         build_images(arguments)

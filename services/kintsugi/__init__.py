@@ -31,7 +31,7 @@ _SDK_TYPES = ("DocumentChunk", "Key", "Plain", "Sampling", "Tokens")
 
 
 def __getattr__(name: str) -> Any:
-    """The SDK, imported when it is asked for: everything else here does without gRPC."""
+    """The SDK, imported at its first use, because everything else here needs no gRPC."""
     if name in _SDK:
         from kintsugi.sdk import client as sdk
 

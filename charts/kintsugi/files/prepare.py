@@ -28,7 +28,7 @@ VERSION = "kintsugi.dev/version"
 KEEP = {"helm.sh/resource-policy": "keep"}
 MERGE, APPLY = "application/merge-patch+json", "application/apply-patch+yaml"
 PAUSE_S = 5.0
-"""Wait after a change, since each API server takes over a changed CRD by itself."""
+"""Wait after a change, because each API server loads a changed CRD independently."""
 
 
 def call(method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:

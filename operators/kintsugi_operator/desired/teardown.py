@@ -11,7 +11,7 @@ from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed.views import is_leaving, is_pod_ready, label_of, ray_service_view
 
 DRAIN_S_MAX = 600.0
-"""Limit of a drain, since a lost node would otherwise prevent the deletion for ever."""
+"""Limit of a drain, since a lost node would otherwise prevent the deletion forever."""
 
 
 @dataclass(frozen=True)

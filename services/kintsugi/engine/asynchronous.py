@@ -116,7 +116,7 @@ class AsyncSpec:
 
     @staticmethod
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
-        """Return the description of the engine that a service's configuration asks for. Reads the tokenizer
+        """Return the description of the engine that a service's configuration specifies. Reads the tokenizer
         if there is a context. Raises as `encode_context`, `load_form` and `reference.fetch_model` do."""
         connector: dict[str, Any] = {"codec": model.codec, **engines.expert.connector}
         connector.setdefault("quality", engines.quality)

@@ -16,7 +16,7 @@ from kintsugi.rpc.v1 import gateway_pb2 as pb
 
 def parse_message(kind: Any, data: bytes) -> Any:
     """Decode a message of gateway.proto. Raises `InvalidField`, which names a text that is not UTF-8, or
-    `request` if the bytes are no such message."""
+    `request` if the bytes are not such a message."""
     try:
         return kind.FromString(data)
     except DecodeError as error:

@@ -119,7 +119,7 @@ def read(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
             elif piece.format is Format.CSV:
                 yield from _read_csv(piece, stream, columns)
             else:
-                # A remote file's own stream may return less than is asked for.
+                # A remote file's own stream may return less than requested.
                 with io.BufferedReader(stream) as whole:
                     yield _read_whole(piece, whole)
     except (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, csv.Error) as error:

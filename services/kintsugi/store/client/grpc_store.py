@@ -163,7 +163,7 @@ class Verified:
 
 
 class _RecentManifests:
-    """The manifests of chunks that a client saw lately, oldest out first. Thread-safe.
+    """The manifests of chunks that a client saw recently; the oldest are dropped first. Thread-safe.
 
     They contain the digests that a stream is verified with.
     """
