@@ -42,7 +42,7 @@ from kintsugi.precompute.sources.readers import Columns, Document, Failure
 from kintsugi.precompute.sources.sandbox import read_confined
 from kintsugi.quality.questions import read_questions
 from kintsugi.store.client.directory import FileDirectory
-from kintsugi.store.client.grpc_store import read_cursor, write_cursor
+from kintsugi.store.client.erasures import read_cursor, write_cursor
 from kintsugi.store.shard.tiers.home import Home
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme", (1, 2), context_token_ids=(3,))

@@ -25,7 +25,7 @@ from kintsugi.gateway.chunks import Saver
 from kintsugi.gateway.erasing import Eraser
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.threaded_store import ThreadedStore
-from kintsugi.store.client.grpc_store import read_cursor, write_cursor
+from kintsugi.store.client.erasures import read_cursor, write_cursor
 from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasurePage
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S, SaveTimes
 from kintsugi.store.shard.erasure import Scope
@@ -79,7 +79,9 @@ class Shards:
         for shard in self.up.values():
             _put(shard, replace(manifest, asked_at_s=asked_at_s), frames, PutOptions())
 
-    def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> list[ErasedPlace]:
+    def erase(
+        self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float, within: str = ""
+    ) -> list[ErasedPlace]:
         self.erased += 1
         scope = Scope(namespace, None if keys is None else frozenset(keys))
         gone_at_s = [shard.erase(scope, at_s).gone_at_s for shard in self.up.values()]
@@ -254,7 +256,7 @@ class Simulation:
         number, namespace = self._chance.randrange(len(self._followed)), self._chance.choice(NAMESPACES)
         self._erasures.append(_Asked(self._step, namespace, None))
         self._followed = [other == number and knows for other, knows in enumerate(self._followed)]
-        await self._gateways.erasers[number].erase_namespace(namespace)
+        await self._gateways.erasers[number].erase_namespace(namespace, namespace)
 
     async def _follow(self) -> None:
         number = self._chance.randrange(len(self._followed))

@@ -1,13 +1,14 @@
-"""Denial of service before authentication: what attacks cost a gateway's memory and its callers.
+"""Denial of service before authentication: what attacks cost a service's memory and its callers.
 
-The gateway runs in a process of its own. While an attack runs, a caller with a token asks it over HTTP and
-gRPC, each time on a new connection; a question that is refused or takes longer than a second counts as locked
-out.
+A gateway, a shard and a shard directory run in a process of their own. While an attack runs, a caller with a
+token asks the gateway over HTTP and gRPC, each time on a new connection; a question that is refused or takes
+longer than a second counts as locked out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import random
 import resource
 import subprocess
@@ -25,6 +26,7 @@ import httpx
 import psutil
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
+from benchmarks.support import http2
 from benchmarks.support.figures import Figure
 from kintsugi.core.exchange import CHAT_PATH
 from kintsugi.gateway.access import add_grant, new_token
@@ -36,18 +38,21 @@ SAMPLE_S = 0.02
 WARM_UP_PROBES = 30
 HEADS, HEAD_BYTES = 150, 1 << 20
 SLOW, TOKENLESS, WATCHES = 150, 1040, 520
+BOMBS, BOMB_BYTES = 128, 64 << 20
+"""Per port: 8 MB on the wire, 8 GiB if all were decompressed."""
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 POST = f"POST {CHAT_PATH} HTTP/1.1\r\nHost: x\r\n".encode()
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 HALF_A_HEADER = bytes([0, 0x40, 0, 1, 0, 0, 0, 0, 1]) + b"\x40\x7f\x81\x7d" + b"x" * 16_000
 
 
 @dataclass(frozen=True)
 class Target:
-    """The gateway under attack."""
+    """The servers under attack."""
 
     grpc: str
     http: str
+    shard: str
+    directory: str
     tokens: dict[str, str]
     hold_s: float
     """How long connections are held open."""
@@ -100,7 +105,7 @@ async def hold_nothing(target: Target) -> None:
 
 async def hold_half_headers(target: Target) -> None:
     """Half of the headers of a call, on gRPC."""
-    await hold(target, target.grpc, PREFACE + HALF_A_HEADER, SLOW)
+    await hold(target, target.grpc, http2.open_connection() + HALF_A_HEADER, SLOW)
 
 
 async def call_without_token(target: Target) -> None:
@@ -108,6 +113,35 @@ async def call_without_token(target: Target) -> None:
     async with grpc.aio.insecure_channel(target.grpc) as channel:
         calls = [channel.stream_stream("/kintsugi.rpc.v1.Kintsugi/Generate")() for _ in range(TOKENLESS)]
         await asyncio.gather(*(call.code() for call in calls))
+
+
+async def send_bombs(target: Target) -> None:
+    """Calls without a token on every port, whose compressed messages are 64 MiB each."""
+    bomb = gzip.compress(bytes(BOMB_BYTES), 9)
+    head = b"Content-Encoding: gzip\r\nContent-Type: application/json\r\n"
+    whole = POST + head + b"Content-Length: %d\r\n\r\n" % len(bomb) + bomb
+
+    async def send(address: str, sent: bytes) -> None:
+        with suppress(ConnectionError):
+            reader, writer = await connect(address)
+            writer.write(sent)
+            await writer.drain()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(target.hold_s):
+                    while await reader.read(1 << 16):
+                        pass
+            writer.close()
+
+    bombs = [(target.http, whole)] * BOMBS
+    for address, method in (
+        (target.grpc, "/kintsugi.rpc.v1.Kintsugi/PutChunk"),
+        (target.shard, "/kintsugi.rpc.v1.ChunkStore/Lookup"),
+        (target.directory, "/kintsugi.rpc.v1.ShardDirectory/WatchShardMap"),
+    ):
+        for path in (method, "/grpc.health.v1.Health/Check"):
+            call = http2.call(path, bomb, {"grpc-encoding": "gzip"})
+            bombs += [(address, http2.open_connection() + call)] * (BOMBS // 2)
+    await asyncio.gather(*(send(*one) for one in bombs))
 
 
 async def watch(target: Target) -> None:
@@ -129,6 +163,7 @@ ATTACKS: tuple[Attack, ...] = (
     hold_nothing,
     hold_half_headers,
     call_without_token,
+    send_bombs,
     watch,
 )
 
@@ -199,7 +234,7 @@ async def run_attack(attack: Attack, target: Target, gateway: psutil.Process) ->
 
 @contextmanager
 def serving(hold_s: float, seed: int) -> Iterator[tuple[Target, psutil.Process]]:
-    """A gateway of its own."""
+    """Servers of their own."""
     with tempfile.TemporaryDirectory() as folder:
         path, tokens = Path(folder) / "tokens.json", {}
         for name in ("greedy", "modest"):
@@ -211,14 +246,15 @@ def serving(hold_s: float, seed: int) -> Iterator[tuple[Target, psutil.Process]]
         ) as process:
             try:
                 assert process.stdout is not None
-                grpc_address, http_address = process.stdout.readline().split()
-                yield Target(grpc_address, http_address, tokens, hold_s, seed), psutil.Process(process.pid)
+                grpc_at, http_at, shard, directory = process.stdout.readline().split()
+                target = Target(grpc_at, http_at, shard, directory, tokens, hold_s, seed)
+                yield target, psutil.Process(process.pid)
             finally:
                 process.kill()
 
 
 def measure(*, quick: bool, seed: int) -> list[Figure]:
-    """Runs each attack on a gateway of its own; the figures are the worst of all attacks."""
+    """Runs each attack on servers of its own; the figures are the worst of all attacks."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 14), hard))
     found: dict[str, tuple[float, float]] = {}

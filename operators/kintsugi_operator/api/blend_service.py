@@ -165,7 +165,7 @@ class StoreExpertSpec(ManifestSettings):
     tls_name: str = setting("kintsugi-store", pattern=NAME, maxLength=253)
     """DNS name in tls.crt. All shards present the same certificate."""
     audit: bool = False
-    """Make each shard write an audit log to audit/shard-ID.jsonl on its data volume, which then needs 1.1 GiB
+    """Make each shard write an audit log to the folder audit on its data volume, which then needs 1.1 GiB
     more (`volumes.dataGib`). Shards restart one at a time when this changes."""
 
 
@@ -212,7 +212,7 @@ class GatewaysExpert(GatewayExpert, ManifestSettings):
     service_annotations: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 4096})
     """Annotations of the Services NAME-grpc and NAME-http, such as those of a cloud's load balancer."""
     audit: bool = False
-    """Make each gateway write an audit log to /data/audit/gateway.jsonl, which is deleted with its pod."""
+    """Make each gateway write an audit log to /data/audit, which is deleted with its pod."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from kintsugi.core.spaces import NAMESPACE_BYTES_MAX, check_namespace
 GIB = 1 << 30
 PATTERNS_MAX = 1_000
 
+EVERY_NAMESPACE = "*"
+
 MARK = "/-/"
 """Separates the base from the rest of a part's name."""
 TENANT = "x-tenant-id"
@@ -44,6 +46,9 @@ VALUE_CHARS_MAX = 256
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST_BYTES = 16
 NARROWING_HEADERS = (TENANT, SESSION)
+AUTHORIZATION, NAMESPACE_HEADER = "authorization", "x-kintsugi-namespace"
+SINGLE_HEADERS = (AUTHORIZATION, NAMESPACE_HEADER, *NARROWING_HEADERS)
+"""Headers and metadata that select the caller or the namespace."""
 NARROWING_FIELDS = (CACHE_KEY, SALT)
 """Fields of an OpenAI request's body, or of the query of a request without one."""
 
@@ -111,6 +116,19 @@ def is_within(namespace: str, outer: str) -> bool:
     return namespace == outer or namespace.startswith(f"{outer}{'/' if MARK in outer else MARK}")
 
 
+def matches(pattern: str, namespace: str) -> bool:
+    """Whether a pattern includes a namespace. A namespace includes its parts. The pattern `docs/*` does not
+    include the parts of `docs` itself; `docs/-/*` does."""
+    if not pattern.endswith("*"):
+        return is_within(namespace, pattern)
+    return (namespace if MARK in pattern else base_of(namespace)).startswith(pattern[:-1])
+
+
+def includes(pattern: str, inner: str) -> bool:
+    """Whether a pattern includes every namespace that the pattern ``inner`` includes."""
+    return matches(pattern, inner.removesuffix("*")) and (pattern.endswith("*") or not inner.endswith("*"))
+
+
 def enclosing(namespace: str) -> list[str]:
     """Return the namespaces that contain ``namespace``, outermost first, and itself."""
     base, mark, inner = namespace.partition(MARK)
@@ -142,11 +160,11 @@ def narrow_by_request(namespace: str, headers: Mapping[str, str], body: Mapping[
 
 
 def check_sent_once(names: Iterable[str]) -> None:
-    """Raise `InvalidField` if one of ``names``, all headers or metadata of a request, narrows the namespace
-    and is repeated: a proxy may have added its own after the client's, and the choice must not be left to
-    chance."""
+    """Raise `InvalidField` if one of ``names``, all headers or metadata of a request, selects the caller or
+    the namespace and is repeated: a proxy may have added its own after the client's, and servers differ in
+    which one they take."""
     sent = Counter(names)
-    for name in NARROWING_HEADERS:
+    for name in SINGLE_HEADERS:
         if sent[name] > 1:
             raise InvalidField(name, "is repeated; send it once")
 

@@ -248,7 +248,7 @@ class Copies:
         return [chunk for index, chunk in enumerate(chunks) if None in tiers[index :: len(chunks)]]
 
     async def erase(
-        self, namespace: str, key: ChunkKey, tokens: TokenIds | None, asked_at_s: float
+        self, namespace: str, key: ChunkKey, tokens: TokenIds | None, asked_at_s: float, within: str
     ) -> tuple[list[ChunkKey], list[ErasedPlace]]:
         """Erase all copies of a chunk. ``key`` is the key of any copy. Return the copies' keys and places.
 
@@ -262,8 +262,8 @@ class Copies:
         def erase(store: ChunkStore) -> tuple[list[ChunkKey], list[ErasedPlace]]:
             others = [] if space is None else _find_others(store, space, key, tokens)
             # The named copy last: as long as it is stored, a failed call can be repeated.
-            places = list(store.erase(namespace, others, asked_at_s)) if others else []
-            return [*others, key], [*places, *store.erase(namespace, [key], asked_at_s)]
+            places = list(store.erase(namespace, others, asked_at_s, within)) if others else []
+            return [*others, key], [*places, *store.erase(namespace, [key], asked_at_s, within)]
 
         return await self._store.run(erase)
 

@@ -76,20 +76,23 @@ class Eraser(Repeating):
         self._unlearning = nullcontext() if learner is None else learner.pause
         """Held while chunks are erased from the ledger."""
 
-    async def erase_chunk(self, namespace: str, key: ChunkKey) -> Receipt:
-        """Erase every copy of a chunk, without waiting for `FOLLOWED_S`. Raises `Unavailable` if a shard that
-        may hold a copy does not answer."""
+    async def erase_chunk(self, namespace: str, key: ChunkKey, within: str) -> Receipt:
+        """Erase every copy of a chunk, without waiting for `FOLLOWED_S`. ``within``: the pattern of
+        namespaces that the caller may use, here and in the other methods. Raises `Unavailable` if a shard
+        that may hold a copy does not answer."""
         asked_at_s = self._begin(namespace, [key])
         keys = [key]
         places: list[ErasedPlace] = []
         try:
             tokens = await asyncio.to_thread(self._known.token_ids, namespace, key)
-            keys, places = await self._copies.erase(namespace, key, tokens, asked_at_s)
+            keys, places = await self._copies.erase(namespace, key, tokens, asked_at_s, within)
         finally:  # after an error, too: the chunk must not be found or filled meanwhile
             places = [*places, *await self._forget(namespace, keys, asked_at_s)]
         return _seal(namespace, asked_at_s, places)
 
-    async def erase_document(self, namespace: str, corpus: str, document_id: str) -> tuple[bool, Receipt]:
+    async def erase_document(
+        self, namespace: str, corpus: str, document_id: str, within: str
+    ) -> tuple[bool, Receipt]:
         """Erase a document and the chunks that no other document has. Return whether it existed, and the
         receipt. Raises `NotFound` without a ledger, `InvalidField` and `Unavailable`."""
         check_document_id(document_id)
@@ -101,7 +104,9 @@ class Eraser(Repeating):
         places: list[ErasedPlace] = []
 
         def erase(keys: Sequence[ChunkKey]) -> None:
-            places.extend(self._store.run_here(lambda store: store.erase(namespace, keys, asked_at_s)))
+            places.extend(
+                self._store.run_here(lambda store: store.erase(namespace, keys, asked_at_s, within))
+            )
             erased.extend(keys)
 
         async with self._unlearning:
@@ -117,13 +122,13 @@ class Eraser(Repeating):
         await asyncio.sleep(FOLLOWED_S)
         return was_there, _seal(namespace, asked_at_s, places)
 
-    async def erase_namespace(self, namespace: str) -> Receipt:
+    async def erase_namespace(self, namespace: str, within: str) -> Receipt:
         """Erase all data of a namespace, and replace its data keys by a new one if the gateway has them.
         Raises `Unavailable` if a shard does not answer."""
         asked_at_s = self._begin(namespace, None)
         places: list[ErasedPlace] = []
         try:
-            places += await self._store.run(lambda store: store.erase(namespace, None, asked_at_s))
+            places += await self._store.run(lambda store: store.erase(namespace, None, asked_at_s, within))
             places += await self._store.run(lambda store: store.destroy_keys(namespace))
         finally:
             places += await self._forget(namespace, None, asked_at_s)

@@ -391,7 +391,7 @@ class Gateway:
         """Erase every copy of a chunk, and its tokens. Raises `Unavailable` if a shard that may hold a copy
         does not answer."""
         with self._serve(caller, namespace, Verb.DELETE):
-            return await self._eraser.erase_chunk(namespace, key)
+            return await self._eraser.erase_chunk(namespace, key, caller.pattern_of(namespace))
 
     async def delete_document(
         self, caller: Caller, namespace: str, corpus: str, document_id: str
@@ -399,12 +399,13 @@ class Gateway:
         """Erase a document, and the chunks that no other document has. Return whether it existed, and the
         receipt. Raises `NotFound` without a ledger, and `Unavailable`."""
         with self._serve(caller, namespace, Verb.DELETE):
-            return await self._eraser.erase_document(namespace, corpus, document_id)
+            within = caller.pattern_of(namespace)
+            return await self._eraser.erase_document(namespace, corpus, document_id, within)
 
     async def erase_namespace(self, caller: Caller, namespace: str) -> Receipt:
         """Erase all data of a namespace. Raises `Unavailable` if a shard does not answer."""
         with self._serve(caller, namespace, Verb.ADMIN):
-            return await self._eraser.erase_namespace(namespace)
+            return await self._eraser.erase_namespace(namespace, caller.pattern_of(namespace))
 
     async def list_chunks(
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
@@ -497,8 +498,6 @@ class Gateway:
         await asyncio.to_thread(self.known.close)
         if self._documents is not None:
             self._documents.close()
-        if self.audit is not None:
-            self.audit.close()
 
 
 def _put_state(outcome: SaveOutcome | None) -> tuple[PutState, str]:

@@ -1,5 +1,4 @@
-"""One request to a front end: its id and caller, its entries in metrics, log and audit log, and the slots
-and memory that requests share."""
+"""One request to a front end: its id and caller, and its entries in metrics, log and audit log."""
 
 from __future__ import annotations
 
@@ -7,17 +6,16 @@ import logging
 import re
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kintsugi.core.errors import KintsugiError, ResourceExhausted
+from kintsugi.core.errors import KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.gateway.logs import RequestLine
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.tracing import TRACE_HEADERS
-from kintsugi.store.protocol.access import Access, Caller, Verb, parse_bearer
+from kintsugi.store.protocol.access import Verb
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog
 from kintsugi.store.protocol.grpc_status import DETAIL_CHARS_MAX
 
@@ -45,11 +43,8 @@ METHOD_VERBS: Mapping[str, Verb | None] = {
     "ListModels": None,
 }
 """The verb that each method requires, for the audit log; None: any verb."""
-SHARE_MAX = 3
-SLOTS, BYTES = "slots for requests", "bytes for requests"
-"""Units of a `Quota`, for messages."""
 BODY_READ_S = 30.0
-"""Maximum time until a whole body or message has arrived."""
+"""Maximum time until a whole body has arrived."""
 _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -91,12 +86,6 @@ class ServedRequest:
         """W3C trace headers."""
         return {name: self.headers[name] for name in TRACE_HEADERS if name in self.headers}
 
-    def authenticate(self, access: Access, identities: Collection[str] = ()) -> Caller:
-        """Return the caller. ``identities`` are the client certificate's. Raises `Unauthenticated`."""
-        caller = access.caller(parse_bearer(self.headers.get("authorization")), identities)
-        self.caller = caller.name
-        return caller
-
     @contextmanager
     def record(self, status_of: Callable[[BaseException], str | int]) -> Iterator[None]:
         """Count, log and audit the request when the block ends. Errors of the block are raised again;
@@ -136,44 +125,3 @@ class ServedRequest:
         line = RequestLine(request_id=self.request_id, method=self.method)
         line |= {"namespace": self.namespace[:DETAIL_CHARS_MAX], "status": self.status, "ms": ms}
         return line if self.failure is None else RequestLine(line, error=self._error)
-
-
-class Quota:
-    """A number of slots for requests, or of bytes, that callers share. For one event loop.
-
-    Where callers can be told apart, a caller that holds `SHARE_MAX` times as much as is free gets no more: a
-    single caller gets three quarters, the next one three quarters of the rest.
-    """
-
-    def __init__(self, total: int, what: str, *, shared: bool) -> None:
-        """``what``: `SLOTS` or `BYTES`. ``shared``: callers can be told apart."""
-        self._total = total
-        self._what = what
-        self._shared = shared
-        self._held: Counter[str] = Counter()
-
-    def take(self, caller: str, amount: int = 1) -> None:
-        """``caller``: its name. Raises `ResourceExhausted` and then takes nothing."""
-        free = self._total - self._held.total()
-        if amount > free:
-            raise ResourceExhausted(f"too few of the {self._total} {self._what} are free; try again later")
-        if self._shared and (held := self._held[caller]) >= SHARE_MAX * free:
-            raise ResourceExhausted(
-                f"{caller!r} holds {held} of {self._total} {self._what}, and the remaining {free} are for "
-                "other callers; wait until some of your requests have ended"
-            )
-        self._held[caller] += amount
-
-    def give_back(self, caller: str, amount: int = 1) -> None:
-        self._held[caller] -= amount
-        if not self._held[caller]:
-            del self._held[caller]
-
-    @contextmanager
-    def hold(self, caller: str, amount: int = 1) -> Iterator[None]:
-        """Take an amount for as long as the block runs. Raises `ResourceExhausted`."""
-        self.take(caller, amount)
-        try:
-            yield
-        finally:
-            self.give_back(caller, amount)

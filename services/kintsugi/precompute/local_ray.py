@@ -39,16 +39,16 @@ def start_local_ray(**options: Any) -> None:
 
     It listens on loopback only and requires a token: `RAY_AUTH_TOKEN` or the file `RAY_AUTH_TOKEN_PATH`, else
     the file `~/.ray/auth_token`, which Ray's own commands read and which is created if it does not exist.
-    `RAY_AUTH_MODE=disabled` turns tokens off. Logs are in `RAY_TMPDIR`, or else in a folder of this user.
+    `RAY_AUTH_MODE=disabled` turns tokens off. Logs are in a folder of this user, in `RAY_TMPDIR` if it is
+    set.
     """
     import ray
 
     require_token()
     for name, value in {**RAY_ENVIRONMENT, **UNREAD}.items():
         os.environ.setdefault(name, value)
-    if "RAY_TMPDIR" not in os.environ:
-        # Ray makes its temporary folder writable for all users, so it lies inside a private folder.
-        options["_temp_dir"] = str(make_private_folder(TEMPORARY) / "ray")
+    # Ray makes its temporary folder writable for all users, so it lies inside a private folder.
+    options["_temp_dir"] = str(make_private_folder(Path(os.environ.get("RAY_TMPDIR") or TEMPORARY)) / "ray")
     with _keep_loopback(), _leave_out_log_monitor(), _leave_out_messages():
         ray.init(
             address="local",
@@ -166,6 +166,7 @@ def make_token_file(path: Path) -> None:
 def make_private_folder(parent: Path) -> Path:
     """Return a folder that only this user may enter. It is the same at each start, unless another user has
     created a folder of its name."""
+    parent.mkdir(parents=True, exist_ok=True)
     folder = parent / f"kintsugi-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -22,7 +22,7 @@ from kintsugi.core.namespaces import SESSION, TENANT, check_value
 from kintsugi.core.schema import check_number, check_text, check_whole
 from kintsugi.store.protocol.grpc_status import errors_of
 from kintsugi.store.protocol.tls import is_loopback, parse_address, read_pem
-from kintsugi.store.protocol.wire import RECONNECT_OPTIONS
+from kintsugi.store.protocol.wire import CONNECTION_OPTIONS
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
 MESSAGE_BYTES_MAX = 64 << 20
@@ -124,7 +124,7 @@ class Transport:
         self.options = options.checked(address)
         self._is_blocking = is_blocking
         library: Any = grpc if is_blocking else grpc.aio
-        limits = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), *RECONNECT_OPTIONS)
+        limits = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), *CONNECTION_OPTIONS)
         if options.encrypted:
             self._channel = library.secure_channel(address, options.credentials(), options=limits)
         else:

@@ -35,8 +35,10 @@ from kintsugi.store.client.directory import (
     map_to_wire,
 )
 from kintsugi.store.client.options import tls_files_of
-from kintsugi.store.protocol.grpc_status import status_of
-from kintsugi.store.protocol.tls import SERVER_OPTIONS, ServerTls, TlsFiles, check_listen
+from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.grpc_server import GrpcServer, build_handler
+from kintsugi.store.protocol.grpc_status import abort_call
+from kintsugi.store.protocol.tls import TlsFiles, check_listen
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ late."""
 CALL_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
 WATCH_POLL_S = 0.2
+MESSAGE_BYTES_MAX = 4096
 RAMP_STEPS = 12
 """Steps in which a new shard takes over its chunks. A chunk that moves is a miss, so the steps are small."""
 
@@ -183,27 +186,21 @@ class DirectoryService:
     def __init__(self, directory: ShardDirectory) -> None:
         self._directory = directory
 
-    async def watch_shard_map(
-        self, request: pb.WatchShardMapRequest, context: Any
-    ) -> AsyncIterator[pb.ShardMap]:
+    async def watch_shard_map(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        """Send the map whenever it changes. The request is empty, and is not read."""
         sent = None
         while True:
             try:
                 current = map_to_wire(self._directory.current())
             except KintsugiError as error:
-                await context.abort(status_of(error), str(error))
-                raise
+                await abort_call(context, error)
             if current != sent:
-                yield current
+                await context.write(current)
                 sent = current
             await asyncio.sleep(WATCH_POLL_S)
 
     def generic_handler(self) -> Any:
-        handlers = {
-            "WatchShardMap": grpc.unary_stream_rpc_method_handler(
-                self.watch_shard_map, pb.WatchShardMapRequest.FromString, pb.ShardMap.SerializeToString
-            ),
-        }
+        handlers = {"WatchShardMap": build_handler(self.watch_shard_map, pb.ShardMap.SerializeToString)}
         return grpc.method_handlers_generic_handler(DIRECTORY_SERVICE, handlers)
 
 
@@ -220,7 +217,7 @@ class DirectoryActor:
         self._listen = format_address(spec.expert.host, spec.expert.directory_port)
         self._tls = tls_of(spec)
         self._insecure = spec.expert.insecure
-        self._server: Any = None
+        self._server: GrpcServer | None = None
         self._starting = asyncio.Lock()
         """Shards, engines and gateways of a new cluster call `start` at the same time."""
 
@@ -234,19 +231,16 @@ class DirectoryActor:
     async def _start(self) -> None:
         if self._server is None:
             check_listen(self._listen, self._tls, self._insecure)
-            server = grpc.aio.server(options=SERVER_OPTIONS)
-            server.add_generic_rpc_handlers((DirectoryService(self._membership).generic_handler(),))
-            try:
-                if self._tls is None:
-                    server.add_insecure_port(self._listen)
-                else:
-                    server.add_secure_port(self._listen, ServerTls(self._tls).credentials)
-            except RuntimeError as error:
-                raise Unavailable(
-                    f"the directory cannot listen on {self._listen} ({error}); name another "
-                    "store.expert.directory_port"
-                ) from error
-            await server.start()
+            server = GrpcServer(
+                self._listen,
+                self._tls,
+                Access(),
+                message_bytes_max=MESSAGE_BYTES_MAX,
+                setting="store.expert.directory_port",
+            )
+            await server.start(DIRECTORY_SERVICE, DirectoryService(self._membership).generic_handler())
+            for service in ("", DIRECTORY_SERVICE):
+                await server.set_health(service, True)
             self._server = server
 
     def address(self) -> str:

@@ -12,11 +12,10 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from kintsugi.gateway.fronts import grpc_server, grpc_service
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.rpc.v1 import gateway_pb2 as pb
+from kintsugi.store.protocol import grpc_server
 from kintsugi.store.protocol.access import TokenFile
-from kintsugi.store.protocol.tls import SERVER_OPTIONS
 from tests.integration.serving.gateways import Setup, running, token_file
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -156,7 +155,7 @@ def test_a_request_without_a_message_is_refused(serve: Any) -> None:
 
 
 def test_a_message_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_service, "BODY_READ_S", 0.05)
+    monkeypatch.setattr(grpc_server, "MESSAGE_READ_S", 0.05)
 
     async def body(greedy: Caller, modest: Caller, stranger: Caller) -> None:
         for method in (TOKENIZE, WATCH):
@@ -172,8 +171,7 @@ def test_a_message_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch:
     "sent", [b"", PREFACE, PREFACE + HALF_A_HEADER], ids=["nothing", "no_call", "half_a_header"]
 )
 def test_a_connection_without_a_call_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [(name, value) for name, value in SERVER_OPTIONS if "handshake" not in name]
-    monkeypatch.setattr(grpc_server, "SERVER_OPTIONS", (*options, ("grpc.server_handshake_timeout_ms", 200)))
+    monkeypatch.setattr(grpc_server, "HANDSHAKE_S", 0.2)
     monkeypatch.setattr(grpc_server, "IDLE_S", 0.2)
     with running() as gateway:
         host, port = gateway.address.rsplit(":", 1)

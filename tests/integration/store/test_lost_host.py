@@ -14,7 +14,7 @@ from kintsugi.sdk.transport import ClientOptions, Transport
 from kintsugi.serving.directory import DirectoryService
 from kintsugi.store.client.directory import GrpcDirectory, ShardAddress, ShardMap
 from kintsugi.store.protocol import tls
-from kintsugi.store.protocol.wire import CLIENT_OPTIONS, RECONNECT_OPTIONS
+from kintsugi.store.protocol.wire import CLIENT_OPTIONS, CONNECTION_OPTIONS
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -98,4 +98,4 @@ def test_no_client_waits_for_minutes_before_it_connects_again(monkeypatch: pytes
     tls.open_channel("127.0.0.1:1", None).close()
     for is_blocking in (True, False):
         Transport("127.0.0.1:1", ClientOptions(), is_blocking)
-    assert [options >= set(RECONNECT_OPTIONS) for options in seen] == [True, True, True]
+    assert [options >= set(CONNECTION_OPTIONS) for options in seen] == [True, True, True]

@@ -28,11 +28,12 @@ from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol import watched_files, wire
 from kintsugi.store.protocol.access import Verb
-from kintsugi.store.protocol.guard import NEEDS, PUT
+from kintsugi.store.protocol.guard import NEEDS
 from kintsugi.store.protocol.interface import ChunkStore
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.audit_lines import read_audit
 from tests.authority import Authority
 from tests.contracts.store_contract import StoreContract, make_chunk, make_report, read_all
 from tests.fakes.fixed_directory import FixedDirectory
@@ -147,7 +148,7 @@ def test_every_rpc_has_its_need() -> None:
     names = {rpc.name for rpc in SERVICE.methods}
     assert names == MESSAGES.keys()
     assert {handler_of(name) for name in names} == NEEDS.keys()
-    assert handler_of("PutChunkKV") == PUT
+    assert handler_of("PutChunkKV") == "put_chunk_kv"
 
 
 def test_a_local_client_without_a_token_may_do_nothing(keys: Keys) -> None:
@@ -384,7 +385,11 @@ def test_the_audit_log_says_who_did_what(keys: Keys) -> None:
         with closing(GrpcStore(server.address)) as store, pytest.raises(KintsugiError):
             store.lookup(NAMESPACE, [KEY])
         shard_id = server.shard.shard_id
-    entries = [json.loads(line) for line in (folder / f"shard-{shard_id}.jsonl").read_text().splitlines()]
+    entries = read_audit(folder)
+    assert {path.name for path in folder.iterdir()} == {
+        f"shard-{shard_id}.jsonl",
+        f"shard-{shard_id}.tenant.jsonl",
+    }
     told = [
         (entry["caller"], entry["verb"], entry["method"], entry["namespace"], entry["keys"], entry["result"])
         for entry in entries

@@ -14,7 +14,6 @@ import pytest
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.serving.directory import DirectoryService
 from kintsugi.store.client.directory import GrpcDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
@@ -23,10 +22,11 @@ from kintsugi.store.protocol.breaker import FAILURES_MAX, OPEN_S
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 from kintsugi.store.shard import reports as reports_module
 from kintsugi.store.shard import service as service_module
-from kintsugi.store.shard.server import ServerOptions, ShardServer
+from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, make_report, read_all
+from tests.fakes.directory_server import serving_directory
 from tests.fakes.fixed_directory import FixedDirectory
 
 SEE_SHARDS = "see which shards answer: kintsugi status --url URL"
@@ -357,9 +357,8 @@ def test_a_directory_over_grpc_is_followed(
     stack: ExitStack, servers: list[ShardServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     known = FixedDirectory(shard_map(servers[:1]))
-    options = ServerOptions(extra_handlers=(DirectoryService(known).generic_handler(),))
-    host = stack.enter_context(ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", options))
-    directory = GrpcDirectory(host.address)
+    address = stack.enter_context(serving_directory(known))
+    directory = GrpcDirectory(address)
     assert directory.current() == known.shards
     known.shards = shard_map(servers)
     deadline_s = time.monotonic() + 10
@@ -376,7 +375,7 @@ def test_a_directory_over_grpc_is_followed(
     assert directory.current() == shard_map(servers)
     known.shards = shard_map(servers)
     directory.close()
-    store = open_store(f"shards://{host.address}")
+    store = open_store(f"shards://{address}")
     manifest, frames = make_chunk(range(40))
     assert store.put(manifest, frames)
     assert store.lookup("acme", [manifest.key]) == [manifest]

@@ -10,7 +10,7 @@ import pytest
 from kintsugi.cli.commands.backup import INDEX, read_index
 from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import FileDirectory
-from kintsugi.store.client.grpc_store import read_cursor
+from kintsugi.store.client.erasures import read_cursor
 from kintsugi.store.shard.tiers.home import Home
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {

@@ -28,7 +28,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.core.namespaces import NamespacePrivacy, check_namespace_pattern
+from kintsugi.core.namespaces import EVERY_NAMESPACE, NamespacePrivacy, check_namespace_pattern
 from kintsugi.gateway.access import add_grant, check_exposure, new_token
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console import CONSOLE_PATH
@@ -36,7 +36,7 @@ from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.reference import REFERENCE
 from kintsugi.serving.deployment import DeploymentProgress, Service, start_ray
 from kintsugi.store.client.key_file import KeyFile
-from kintsugi.store.protocol.access import EVERY_NAMESPACE, Verb, open_access
+from kintsugi.store.protocol.access import Verb, open_access
 from kintsugi.store.shard.opening import SsdSpec, parse_size
 
 START_TIMEOUT_S = 900.0

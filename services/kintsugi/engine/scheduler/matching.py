@@ -117,11 +117,15 @@ def match_spans(
     """Look up spans whose keys are known. Spans that ``space`` lacks are looked up in the space that it
     shares, by the prompt's tokens."""
     keys = list(dict.fromkeys(span.key for span in spans if span.key is not None))
-    found = [entry for entry in store.find(space.namespace, keys) if entry is not None]
+    found = {
+        key: entry
+        for key, entry in zip(keys, store.find(space.namespace, keys), strict=True)
+        if entry is not None
+    }
     match = Match(
         tuple(spans),
-        {entry.manifest.key: entry.manifest for entry in found},
-        {entry.manifest.key: entry.source for entry in found},
+        {key: entry.manifest for key, entry in found.items()},
+        {key: entry.source for key, entry in found.items()},
     )
     if shared is not None and len(match.manifests) < len(keys):
         _add_shared(store, space, match, prompt_token_ids, shared)
@@ -137,9 +141,8 @@ def _add_shared(
         if span.key is not None and span.key not in match.manifests:
             copy = _same_copy(space.space_at(span.start, prompt_token_ids), shared)
             own_keys[ChunkKey.of(copy, prompt_token_ids[span.start : span.end])] = span.key
-    for entry in store.find(shared.namespace, list(own_keys)):
+    for own_key, entry in zip(own_keys.values(), store.find(shared.namespace, list(own_keys)), strict=True):
         if entry is not None:
-            own_key = own_keys[entry.manifest.key]
             match.manifests[own_key] = entry.manifest
             match.sources[own_key] = entry.source
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kintsugi.core import errors
-from kintsugi.gateway.fronts.limits import BodyTooLarge, BodyTooSlow
+from kintsugi.gateway.fronts.limits import BodyEncoded, BodyTooLarge, BodyTooSlow
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import ServedRequest
 from kintsugi.store.protocol.grpc_status import status_of
@@ -28,6 +28,7 @@ RETRY_AFTER_S = 1
 
 _HTTP: tuple[tuple[type[errors.KintsugiError], int, str], ...] = (
     # HTTP status and OpenAI's error type. The first row of which an error is an instance applies.
+    (BodyEncoded, 415, "UnsupportedMediaTypeError"),
     (BodyTooLarge, 413, "RequestEntityTooLargeError"),
     (BodyTooSlow, 408, "RequestTimeoutError"),
     (errors.InvalidField, 400, "BadRequestError"),
@@ -82,7 +83,7 @@ class Problem:
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        if self.status in (408, 413):
+        if self.status in (408, 413, 415):
             headers["connection"] = "close"
         return JSONResponse(self.document, self.status, headers)
 

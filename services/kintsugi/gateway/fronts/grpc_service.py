@@ -12,31 +12,29 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct
-from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError
+from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import EngineDelta, EngineInfo
-from kintsugi.core.namespaces import check_sent_once, narrow_by_headers
+from kintsugi.core.namespaces import narrow_by_headers
 from kintsugi.core.request import BlendOptions
 from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.erasing import Receipt
 from kintsugi.gateway.fronts.errors import grpc_status_of
 from kintsugi.gateway.fronts.limits import parse_object
-from kintsugi.gateway.fronts.messages import parse_message
 from kintsugi.gateway.gateway import Gateway, GatewayChunk, Put
 from kintsugi.gateway.prompts import Finished, GenerateCall, Resolved
-from kintsugi.gateway.requests import BODY_READ_S, BYTES, REQUEST_ID, SLOTS, Quota, ServedRequest
+from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.store.protocol.access import Caller, identities_of_call, parse_bearer
+from kintsugi.store.protocol.access import Caller, identify_call
+from kintsugi.store.protocol.grpc_server import build_handler, read_message
 from kintsugi.store.protocol.grpc_status import abort_call
+from kintsugi.store.protocol.messages import parse_message
+from kintsugi.store.protocol.quota import BYTES, SLOTS, Quota
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
-HEALTH_CHECK = f"/{HEALTH_SERVICE}/Check"
 PAGE_DEFAULT = 100
 KEY_CHARS = 64
 """Length of a chunk key in hexadecimal."""
@@ -45,12 +43,7 @@ _PLAN_FIELDS = tuple(field.name for field in pb.ExecutedPlan.DESCRIPTOR.fields)
 
 
 class KintsugiService:
-    """The handlers of the service's RPCs.
-
-    All of them are registered as streams, which look the same on the wire. For a unary RPC, gRPC would
-    receive the message before it calls the handler, and thus before the caller is authenticated. Messages are
-    decoded here, because gRPC would report a malformed one as a server error.
-    """
+    """The handlers of the service's RPCs, which authenticate the caller before they read its message."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -72,10 +65,10 @@ class KintsugiService:
             "ListModels": (pb.ListModelsRequest, self.list_models),
         }
         handlers = {
-            name: _build_handler(self._unary(name, message, handler), _serialize_message)
+            name: build_handler(self._unary(name, message, handler), _serialize_message)
             for name, (message, handler) in unary.items()
         }
-        handlers["Generate"] = _build_handler(self._generate, _serialize_message)
+        handlers["Generate"] = build_handler(self._generate, _serialize_message)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _unary(
@@ -100,15 +93,13 @@ class KintsugiService:
     ) -> AsyncIterator[tuple[Caller, Any]]:
         """Authenticate a call and receive its message. The call has a slot and the message's memory while the
         block runs."""
-        access = self.gateway.access
-        identities = identities_of_call(context) if access.has_certificates else ()
-        caller = served.authenticate(access, identities)
+        caller = identify_call(self.gateway.access, context)
+        served.caller = caller.name
         with self._slots.hold(caller.name):
-            data = await _read_message(context)
+            data = await read_message(context)
             with self._memory.hold(caller.name, len(data)):
                 request = parse_message(message, data)
                 if hasattr(request, "namespace"):
-                    check_sent_once([name for name, _ in context.invocation_metadata() or ()])
                     request.namespace = narrow_by_headers(request.namespace, served.headers)
                     served.namespace = request.namespace
                 yield caller, request
@@ -248,18 +239,6 @@ def _find_keys(message: Any) -> list[str]:
     return []
 
 
-async def _read_message(context: Any) -> bytes:
-    """Return the message of a request. Raises `InvalidField` if there is none, and `DeadlineExceeded`."""
-    try:
-        async with asyncio.timeout(BODY_READ_S):
-            data = await context.read()
-    except TimeoutError:
-        raise DeadlineExceeded(f"no message arrived within {BODY_READ_S:.0f} s; send it faster") from None
-    if data is grpc.aio.EOF:
-        raise InvalidField("request", "was not sent; send one message")
-    return bytes(data)
-
-
 def _serialize_message(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
@@ -268,80 +247,6 @@ def _serialize_message(message: Any) -> bytes:
 def _texts(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
     """Return the metadata by name, without binary values."""
     return {name: value for name, value in metadata or () if isinstance(value, str)}
-
-
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Requires a token for health and reflection, whose services do not require one themselves.
-
-    Only the health check needs no token, because Kubernetes' probes have none. Client certificates do not
-    count, because an interceptor cannot see them. Watches and reflection streams can stay open forever, so
-    they have their own slots.
-    """
-
-    def __init__(self, gateway: Gateway, health: Any) -> None:
-        self._access = gateway.access
-        self._health = health
-        self._slots = Quota(gateway.limits.watches_max, SLOTS, shared=gateway.access.has_tokens)
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        handler = await continuation(details)
-        if handler is None or details.method.startswith(f"/{SERVICE}/"):
-            return handler
-        try:
-            token = parse_bearer(_texts(details.invocation_metadata).get("authorization"))
-            caller = self._access.caller(token)
-        except KintsugiError as error:
-            if details.method == HEALTH_CHECK:
-                return _build_handler(self._answer_health, HealthCheckResponse.SerializeToString)
-            return _build_handler(_refuse_with(error))
-        return self._bound(handler, caller)
-
-    async def _answer_health(self, requests: Any, context: Any) -> None:
-        """Report the gateway's health without reading the message of the unauthenticated caller."""
-        await context.write(await self._health.Check(HealthCheckRequest(), context))
-
-    def _bound(self, handler: Any, caller: Caller) -> Any:
-        async def answer(requests: Any, context: Any) -> None:
-            try:
-                with self._slots.hold(caller.name):
-                    await _run_handler(handler, requests, context)
-            except KintsugiError as error:
-                await abort_call(context, error)
-
-        parse = handler.request_deserializer if handler.request_streaming else None
-        return _build_handler(answer, handler.response_serializer, parse)
-
-
-async def _run_handler(handler: Any, requests: Any, context: Any) -> None:
-    """Run a handler of grpcio's own services. Raises `InvalidField` and `DeadlineExceeded`."""
-    if handler.request_streaming:
-        async for response in handler.stream_stream(requests, context):
-            await context.write(response)
-        return
-    data = await _read_message(context)
-    try:
-        request = handler.request_deserializer(data)
-    except DecodeError as error:
-        raise InvalidField("request", f"is not a valid message of this method ({error})") from None
-    if handler.response_streaming:
-        await handler.unary_stream(request, context)
-    else:
-        await context.write(await handler.unary_unary(request, context))
-
-
-def _refuse_with(error: KintsugiError) -> Callable[[Any, Any], Awaitable[None]]:
-    async def refuse(requests: Any, context: Any) -> None:
-        await abort_call(context, error)
-
-    return refuse
-
-
-def _build_handler(
-    answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None, parse: Any = None
-) -> Any:
-    """Build a handler that is called before a message is received. Flow control holds a stream's messages
-    back until they are read."""
-    return grpc.stream_stream_rpc_method_handler(answer, parse, serialize)
 
 
 def segments_of(wires: Iterable[pb.Content | pb.Segment], where: str) -> tuple[Segment, ...]:

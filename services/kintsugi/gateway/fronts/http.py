@@ -22,7 +22,7 @@ from starlette.types import Receive, Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
-from kintsugi.core.namespaces import narrow_by_request
+from kintsugi.core.namespaces import NAMESPACE_HEADER, narrow_by_request
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.console.routes import Console
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Endpoint, Problem
@@ -38,11 +38,11 @@ from kintsugi.gateway.fronts.service_routes import (
     parse_residency,
 )
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.requests import REQUEST_ID, RESIDENCY_PATH, SLOTS, Quota, ServedRequest
+from kintsugi.gateway.requests import REQUEST_ID, RESIDENCY_PATH, ServedRequest
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.access import Caller, Verb
+from kintsugi.store.protocol.quota import SLOTS, Quota
 
-NAMESPACE_HEADER = "x-kintsugi-namespace"
 DEFAULT_NAMESPACE = "default"
 """The namespace of an unrestricted caller that names none, as unmodified clients do."""
 

@@ -25,16 +25,15 @@ from kintsugi.core.errors import InvalidField, PermissionDenied
 from kintsugi.gateway.fronts.http_connection import admit_connection
 from kintsugi.gateway.fronts.limits import name_caller
 from kintsugi.gateway.fronts.openai_server import identities_of_scope
-from kintsugi.store.protocol.access import Access, Caller, parse_bearer
+from kintsugi.store.protocol.access import Access, Caller, read_token
 from kintsugi.store.protocol.tls import is_loopback
 
 JSON_TYPE = "application/json"
 
 
 def identify(access: Access, request: Request) -> Caller:
-    """Return the caller. Raises `Unauthenticated`, and as `check_no_page`."""
-    token = parse_bearer(request.headers.get("authorization"))
-    caller = access.caller(token, identities_of_scope(request.scope))
+    """Return the caller. Raises `Unauthenticated`, and as `read_token` and `check_no_page`."""
+    caller = access.caller(read_token(request.headers.items()), identities_of_scope(request.scope))
     check_no_page(access, request)
     admit_connection(request.scope)
     name_caller(request.scope, caller)

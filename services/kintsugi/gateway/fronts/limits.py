@@ -18,8 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError
 from kintsugi.core.schema import check_text
 from kintsugi.gateway.gateway import GatewayLimits
-from kintsugi.gateway.requests import BODY_READ_S, BYTES, Quota
+from kintsugi.gateway.requests import BODY_READ_S
 from kintsugi.store.protocol.access import Caller
+from kintsugi.store.protocol.quota import BYTES, Quota
 
 LINGER_BYTES_MAX = 256 << 20
 LINGER_S = 10.0
@@ -41,6 +42,10 @@ class BodyTooLarge(InvalidField):
 
 class BodyTooSlow(DeadlineExceeded):
     """A body did not arrive in time."""
+
+
+class BodyEncoded(InvalidField):
+    """A body is compressed."""
 
 
 class RequestLimits:
@@ -80,6 +85,10 @@ class _Body:
         self._memory = memory
         self._caller = ""
         """Name of the caller whose memory the body uses."""
+        self._is_encoded = any(
+            name == b"content-encoding" and value.strip().lower() != b"identity"
+            for name, value in scope["headers"]
+        )
         self._declared = dict(scope["headers"]).get(b"content-length", b"0").decode("latin-1")
         self._held_bytes = 0
         self._deadline_s: float | None = None
@@ -87,8 +96,8 @@ class _Body:
         """Whether the body has ended or timed out."""
 
     async def receive(self) -> Message:
-        """Raises `ResourceExhausted`, `BodyTooLarge` and `BodyTooSlow`, and then releases the body's
-        memory."""
+        """Raises `ResourceExhausted`, `BodyEncoded`, `BodyTooLarge` and `BodyTooSlow`, and then releases the
+        body's memory."""
         if self._is_over:  # the next message is the disconnect
             return await self._receive()
         try:
@@ -98,6 +107,8 @@ class _Body:
             raise
 
     async def _receive_piece(self) -> Message:
+        if self._is_encoded:
+            raise BodyEncoded("content-encoding", "must be identity; send the body uncompressed")
         self._check_size(int(self._declared) if self._declared.isdecimal() else None)
         if self._deadline_s is None:
             self._deadline_s = asyncio.get_running_loop().time() + BODY_READ_S

@@ -690,6 +690,7 @@ class DeleteRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     ERASE_FIELD_NUMBER: builtins.int
     AT_S_FIELD_NUMBER: builtins.int
+    WITHIN_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     erase: builtins.bool
     """Delete what was asked for until `at_s`, leave none of its bytes in the shard, and record the erasure for
@@ -697,6 +698,10 @@ class DeleteRequest(google.protobuf.message.Message):
     """
     at_s: builtins.float
     """With `erase`: when it was asked for, in Unix seconds. 0: now."""
+    within: builtins.str
+    """The pattern of namespaces that whoever asked for it may use. If there are too many records, those with the same
+    pattern are merged, which may delete further chunks in these namespaces. Empty: the caller's own pattern.
+    """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -706,8 +711,9 @@ class DeleteRequest(google.protobuf.message.Message):
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         erase: builtins.bool = ...,
         at_s: builtins.float = ...,
+        within: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "erase", b"erase", "keys", b"keys", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "erase", b"erase", "keys", b"keys", "namespace", b"namespace", "within", b"within"]) -> None: ...
 
 global___DeleteRequest = DeleteRequest
 
@@ -787,19 +793,23 @@ class Erasure(google.protobuf.message.Message):
     NAMESPACE_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     AT_S_FIELD_NUMBER: builtins.int
+    WITHIN_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     key: builtins.bytes
     """Empty: the whole namespace."""
     at_s: builtins.float
     """When it was asked for, in Unix seconds."""
+    within: builtins.str
+    """As in `DeleteRequest`."""
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
         key: builtins.bytes = ...,
         at_s: builtins.float = ...,
+        within: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "key", b"key", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "key", b"key", "namespace", b"namespace", "within", b"within"]) -> None: ...
 
 global___Erasure = Erasure
 
@@ -842,23 +852,23 @@ class MergedErasures(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    PATTERN_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
     AT_S_FIELD_NUMBER: builtins.int
-    namespace: builtins.str
-    """Empty: every namespace."""
+    pattern: builtins.str
+    """The namespaces that they may concern: a namespace with its parts, or a prefix that ends in `*`."""
     number: builtins.int
     """The highest number among them. A shard that has applied all erasures up to it has missed none of them."""
     at_s: builtins.float
-    """The latest time among them. A shard that has missed some drops the namespace's chunks of until then."""
+    """The latest time among them. A shard that has missed some drops these namespaces' chunks of until then."""
     def __init__(
         self,
         *,
-        namespace: builtins.str = ...,
+        pattern: builtins.str = ...,
         number: builtins.int = ...,
         at_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "namespace", b"namespace", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "number", b"number", "pattern", b"pattern"]) -> None: ...
 
 global___MergedErasures = MergedErasures
 
@@ -937,18 +947,21 @@ class ClearRequest(google.protobuf.message.Message):
     NAMESPACE_FIELD_NUMBER: builtins.int
     ERASE_FIELD_NUMBER: builtins.int
     AT_S_FIELD_NUMBER: builtins.int
+    WITHIN_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     erase: builtins.bool
     """As in `DeleteRequest`."""
     at_s: builtins.float
+    within: builtins.str
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
         erase: builtins.bool = ...,
         at_s: builtins.float = ...,
+        within: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "erase", b"erase", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "erase", b"erase", "namespace", b"namespace", "within", b"within"]) -> None: ...
 
 global___ClearRequest = ClearRequest
 

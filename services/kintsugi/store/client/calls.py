@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,9 @@ class ShardCalls:
             return response
 
     def stream(
-        self, name: str, request: Any, wait_s: float, response: Any = None
+        self, name: str, request: Any, patience: Patience, response: Any = None
     ) -> Generator[Any, None, None]:
-        """Yield messages as they arrive, as bytes if `response` is None. Waits at most `wait_s` for each."""
+        """Yield messages as they arrive, as bytes if `response` is None. Waits while `patience` lasts."""
         with errors_of(self.address):
             method = self._channel.current().unary_stream(
                 f"/{wire.SERVICE}/{name}",
@@ -88,8 +89,8 @@ class ShardCalls:
         guard = self._watchdog.guard(call.cancel)
         try:
             while True:
-                with errors_of(self.address, lambda: guard.expired):
-                    guard.arm(wait_s)
+                with errors_of(self.address, lambda: guard.expired), patience.spend() as left_s:
+                    guard.arm(left_s)
                     message = next(call, None)
                     guard.disarm()
                 if message is None:
@@ -103,6 +104,26 @@ class ShardCalls:
         """Close the connection; calls in progress fail. Idempotent."""
         self._watchdog.close()
         self._channel.current().close()
+
+
+class Patience:
+    """The time that a stream may still wait for messages, until it is renewed."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._left_s = wait_s
+
+    def renew(self) -> None:
+        self._left_s = self._wait_s
+
+    @contextmanager
+    def spend(self) -> Iterator[float]:
+        """Yield the time that is left, and count the time in the block."""
+        began_s = time.monotonic()
+        try:
+            yield self._left_s
+        finally:
+            self._left_s -= time.monotonic() - began_s
 
 
 def _message_ends(frames: Sequence[memoryview]) -> Iterator[int]:

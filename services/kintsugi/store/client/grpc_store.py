@@ -6,10 +6,9 @@ that carried them."""
 from __future__ import annotations
 
 import builtins
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +29,13 @@ from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.calls import ShardCalls, frames_of, put_messages
 from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
+from kintsugi.store.client.erasures import (
+    erasures_of_wire,
+    join_places,
+    places_of,
+    read_cursor,
+    write_cursor,
+)
 from kintsugi.store.client.options import GrpcOptions, options_of
 from kintsugi.store.client.received import CROWDED_RETRY_S, ArenaMap, FrameLease, Received, SameHost
 from kintsugi.store.protocol import wire
@@ -39,8 +45,6 @@ from kintsugi.store.protocol.interface import (
     ChunkLost,
     ChunkStore,
     ErasedPlace,
-    Erasure,
-    ErasureMark,
     ErasurePage,
     ErasureRange,
     Found,
@@ -50,50 +54,6 @@ from kintsugi.store.protocol.interface import (
 )
 
 ERASE_TIMEOUT_S = 600.0
-
-
-def erasures_of_wire(answer: pb.ListErasuresResponse) -> ErasureRange:
-    erasures = [
-        Erasure(one.namespace, ChunkKey(one.key) if one.key else None, one.at_s) for one in answer.erasures
-    ]
-    merged = {one.namespace: ErasureMark(one.number, one.at_s) for one in answer.merged}
-    return ErasureRange(erasures, answer.next, merged, answer.shard_id)
-
-
-def places_of(erased: pb.Erased) -> list[ErasedPlace]:
-    """Return the tiers that held erased chunks, or the shard if none did."""
-    shard = f"shard {erased.shard_id}"
-    return [
-        ErasedPlace(f"{shard}/{tier.tier}", tier.chunks, tier.size_bytes, erased.gone_at_s)
-        for tier in erased.tiers
-    ] or [ErasedPlace(shard, 0, 0, erased.gone_at_s)]
-
-
-def join_places(places: Iterable[ErasedPlace]) -> list[ErasedPlace]:
-    """Return one entry for each place, with the sums over all calls."""
-    joined: dict[str, ErasedPlace] = {}
-    for place in places:
-        before = joined.get(place.place, ErasedPlace(place.place, 0, 0, 0.0))
-        joined[place.place] = ErasedPlace(
-            place.place,
-            before.items + place.items,
-            before.size_bytes + place.size_bytes,
-            max(before.gone_at_s, place.gone_at_s),
-        )
-    return list(joined.values())
-
-
-def read_cursor(cursor: str) -> dict[str, int]:
-    """Return the numbers in a cursor by shard. Raises `InvalidField`."""
-    try:
-        seen = json.loads(cursor) if cursor else {}
-        return {str(shard_id): int(number) for shard_id, number in seen.items()}
-    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
-        raise InvalidField("cursor", "is not a cursor that `erasures` returned") from None
-
-
-def write_cursor(seen: Mapping[str, int]) -> str:
-    return json.dumps(dict(sorted(seen.items())))
 
 
 MANIFESTS_MAX = 4096
@@ -225,7 +185,10 @@ class GrpcStore(ChunkStore):
     def find_stored(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
         """Like `find`, but also returns chunks that this client's keys cannot decrypt."""
         answers, _ = self._look_up(namespace, keys)
-        return [self._read_found(answer) for answer in answers]
+        found = [self._read_found(namespace, answer) for answer in answers]
+        for key, one in zip(keys, found, strict=True):
+            self._check_is(one is None or one.manifest.key == key, f"with another chunk than {key}")
+        return found
 
     def peek(self, namespace: str, keys: Sequence[ChunkKey]) -> Peeked:
         """Return which chunks the shard holds, without counting a use of them."""
@@ -250,10 +213,23 @@ class GrpcStore(ChunkStore):
     def name_key(self, namespace: str) -> bytes:
         return self._options.name_key(namespace)
 
-    def _read_found(self, found: pb.Found) -> Found | None:
-        """Return None for a miss, and for a chunk that another build wrote."""
-        manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None
+    def _read_found(self, namespace: str, found: pb.Found) -> Found | None:
+        """As `_read_manifest`; None also for a miss."""
+        manifest = self._read_manifest(namespace, found.manifest) if found.HasField("manifest") else None
         return None if manifest is None else Found(manifest, ChunkSource(self.address, found.tier))
+
+    def _read_manifest(self, namespace: str, found: pb.Manifest) -> ChunkManifest | None:
+        """Return None for a chunk that another build wrote. Raises `Unavailable` for a chunk of another
+        namespace."""
+        manifest = wire.readable_manifest(found)
+        is_own = manifest is None or manifest.namespace == namespace
+        self._check_is(is_own, f"with a chunk of another namespace than {namespace!r}")
+        return manifest
+
+    def _check_is(self, is_so: bool, answered: str) -> None:
+        """Raise `Unavailable` if the shard did not answer what it was asked."""
+        if not is_so:
+            raise Unavailable(f"{self.address}: answered {answered}; check which shard runs there")
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
@@ -264,7 +240,7 @@ class GrpcStore(ChunkStore):
             request = pb.LookupAnchorsRequest(namespace=namespace, space_digest=space_digest, anchors=part)
             response = self.call("LookupAnchors", request, pb.LookupAnchorsResponse)
             for candidates in response.candidates:
-                manifests = [wire.readable_manifest(manifest) for manifest in candidates.manifests]
+                manifests = [self._read_manifest(namespace, manifest) for manifest in candidates.manifests]
                 readable = [
                     manifest for manifest in manifests if manifest is not None and is_readable(keys, manifest)
                 ]
@@ -353,9 +329,14 @@ class GrpcStore(ChunkStore):
             deadline_ms=max(1, int(deadline_s * 1000)),
         )
         received = Received(
-            self.address, manifests, heads, self._options.find_keys(namespace), self._look_up_again
+            self.address,
+            manifests,
+            heads,
+            deadline_s,
+            self._options.find_keys(namespace),
+            self._look_up_again,
         )
-        frames = self._frames(received, request, deadline_s)
+        frames = self._frames(received, request)
         with counted(self._reads, self.address), closing(frames) as items:
             for item in items:
                 while received.damaged:
@@ -364,14 +345,14 @@ class GrpcStore(ChunkStore):
                     yield item
 
     def _frames(
-        self, received: Received, request: pb.StreamLayersRequest, wait_s: float
+        self, received: Received, request: pb.StreamLayersRequest
     ) -> Generator[LayerFrame | ChunkLost | None, None, None]:
         """Yield frames from the shard's memory if that works now, else from messages; None for a frame of a
         chunk that is already lost."""
         if self._arena(None) is not None:
             lease_request = pb.LeaseLayersRequest(request=request)
             with closing(
-                self._calls.stream("LeaseLayers", lease_request, wait_s, pb.LeaseLayersResponse)
+                self._calls.stream("LeaseLayers", lease_request, received.patience, pb.LeaseLayersResponse)
             ) as leased:
                 first = self._lease(leased)
                 arena = None if first is None else self._arena(first.arena_id)
@@ -383,8 +364,9 @@ class GrpcStore(ChunkStore):
                             yield received.copy_leased_frame(frame, lease)
                         described = None if described.last else next(leased, None)
                     return
-        with closing(self._calls.stream("StreamLayers", request, wait_s)) as messages:
+        with closing(self._calls.stream("StreamLayers", request, received.patience)) as messages:
             for message in messages:
+                received.count_message(len(message))
                 for header, data in frames_of(message):
                     yield received.verify_frame(header, data)
 
@@ -466,15 +448,15 @@ class GrpcStore(ChunkStore):
         return sum(self.call("Delete", request, pb.DeleteResponse).deleted for request in requests)
 
     def erase(
-        self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float
+        self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float, within: str = ""
     ) -> builtins.list[ErasedPlace]:
         if keys is None:
-            clear = pb.ClearRequest(namespace=namespace, erase=True, at_s=at_s)
+            clear = pb.ClearRequest(namespace=namespace, erase=True, at_s=at_s, within=within)
             return places_of(self.call("Clear", clear, pb.ClearResponse, ERASE_TIMEOUT_S).erased)
         places: builtins.list[ErasedPlace] = []
         for part in _batches(keys, wire.KEYS_MAX) or [()]:
             digests = [key.digest for key in part]
-            delete = pb.DeleteRequest(namespace=namespace, keys=digests, erase=True, at_s=at_s)
+            delete = pb.DeleteRequest(namespace=namespace, keys=digests, erase=True, at_s=at_s, within=within)
             places += places_of(self.call("Delete", delete, pb.DeleteResponse, ERASE_TIMEOUT_S).erased)
         return join_places(places)
 
@@ -505,7 +487,11 @@ class GrpcStore(ChunkStore):
         the shard learned from other shards are included. `asked_by` is the id of the calling shard, which has
         applied all erasures up to `after`."""
         request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned, asked_by=asked_by)
-        return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
+        answer = self.call("ListErasures", request, pb.ListErasuresResponse)
+        try:
+            return erasures_of_wire(answer)
+        except InvalidField as error:
+            raise Unavailable(f"{self.address}: answered with a malformed erasure ({error})") from None
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         return [found.manifest for found in self.list_found(namespace, limit, after)]
@@ -519,8 +505,10 @@ class GrpcStore(ChunkStore):
             found = self.call("List", request, pb.ListResponse).found
             if not found:
                 break
+            is_later = last is None or found[-1].manifest.key > last
+            self._check_is(is_later, "with the same page of chunks again")
             last = found[-1].manifest.key
-            chunks += filter(None, map(self._read_found, found))
+            chunks += filter(None, (self._read_found(namespace, one) for one in found))
         return chunks
 
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:

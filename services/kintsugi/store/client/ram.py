@@ -215,7 +215,9 @@ class RamStore(ChunkStore):
         with self._lock:
             return sum(self._forget((namespace, key)) for key in keys)
 
-    def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> list[ErasedPlace]:
+    def erase(
+        self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float, within: str = ""
+    ) -> list[ErasedPlace]:
         """Frees the memory of the chunks, but does not overwrite it."""
         with self._lock:
             for key in [None] if keys is None else keys:

@@ -11,6 +11,7 @@ the copy. Cost per byte: one copy and one xxh3 pass, head by head, while the byt
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import socket
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.core.layout import DIGEST_BYTES, ChunkManifest, HeadRange, digests_of
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.client.calls import Patience
 from kintsugi.store.client.chunk_cipher import ChunkCipher, is_readable
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
@@ -34,6 +36,10 @@ RETRY_S = 60.0
 CROWDED_RETRY_S = 1.0
 """Wait before the next attempt if the shard had no free lease or no room in RAM."""
 _CONNECT_TIMEOUT_S = 2.0
+MESSAGES_BYTES_SLACK = 16 << 20
+"""Bytes that a stream's messages may have beyond twice the chunks' frames: headers, and chunks that were put
+again with another layout."""
+REASON_CHARS_MAX = 500
 
 
 class ArenaMap:
@@ -181,15 +187,24 @@ class Received:
         address: str,
         manifests: Sequence[ChunkManifest | None],
         heads: HeadRange,
+        layer_s: float = math.inf,
         keys: NamespaceKeys | None = None,
         look_up_again: LookUpAgain = lambda manifest: None,
     ) -> None:
         """`manifests` has one entry per requested chunk, None for a chunk that the shard does not have.
+        `layer_s`: maximum time to wait for all frames of a layer.
         `keys` are the namespace's keys; None if it is not encrypted. `look_up_again` returns the shard's
         current manifest of a chunk."""
         self.damaged: list[ChunkManifest] = []
         """Chunks whose bytes did not match their digests. The caller reports them and removes them from the
         list."""
+        self.patience = Patience(layer_s)
+        """The time that the stream may wait for the rest of the present layer."""
+        self._bytes_left = MESSAGES_BYTES_SLACK + 2 * sum(
+            one.chunk_bytes for one in manifests if one is not None
+        )
+        self._place = (-math.inf, 0.0)
+        """Layer and chunk of the last frame. Frames come layer by layer, so a shard cannot send forever."""
         self._address = address
         self._manifests = list(manifests)
         self._heads = heads
@@ -200,6 +215,12 @@ class Received:
         """Chunks with at least one yielded frame."""
         self._lost: set[int] = set()
         self._buffer = memoryview(bytearray())
+
+    def count_message(self, num_bytes: int) -> None:
+        """Raise `Unavailable` if the shard sends more than was requested."""
+        self._bytes_left -= num_bytes
+        if self._bytes_left < 0 or not num_bytes:
+            raise Unavailable(f"{self._address}: sent other messages than the requested frames")
 
     def verify_frame(self, header: pb.FrameHeader, data: memoryview) -> LayerFrame | ChunkLost | None:
         """Return the item to yield for a frame that arrived in a message; None if its chunk is already
@@ -244,11 +265,16 @@ class Received:
                 f"{self._address}: sent a frame of chunk {frame.chunk}, but the request has "
                 f"{len(self._manifests)} chunks"
             )
+        layer = frame.layer
+        if (layer, frame.chunk) <= self._place:
+            raise Unavailable(f"{self._address}: sent layer {layer} of chunk {frame.chunk} out of order")
+        if layer > self._place[0]:
+            self.patience.renew()
+        self._place = (layer, frame.chunk)
         manifest = self._manifests[frame.chunk]
         if frame.chunk in self._lost:
             return None
-        layer = frame.layer
-        reason = frame.lost_reason or "absent"
+        reason = frame.lost_reason[:REASON_CHARS_MAX] or "absent"
         if manifest is not None and not frame.lost_reason:
             if is_readable(self._keys, manifest):
                 data = self._read(frame, manifest, read)

@@ -28,13 +28,12 @@ from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
+from kintsugi.store.client.erasures import read_cursor, write_cursor
 from kintsugi.store.client.grpc_store import (
     SHARD_FAILURES,
     GrpcStore,
     LeftAlone,
     counted,
-    read_cursor,
-    write_cursor,
 )
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.client.options import GrpcOptions
@@ -333,10 +332,10 @@ class ShardedStore(ChunkStore):
         return present
 
     def erase(
-        self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float
+        self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float, within: str = ""
     ) -> builtins.list[ErasedPlace]:
         shards = self.shard_map()
-        answers = self._ask_all(shards.shards, lambda store: store.erase(namespace, keys, at_s))
+        answers = self._ask_all(shards.shards, lambda store: store.erase(namespace, keys, at_s, within))
         _require_all(shards, answers, "it may still hold the chunks, the others do not; erase them again")
         return [place for answer in answers if answer is not None for place in answer]
 

@@ -20,7 +20,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -30,21 +30,21 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField, PermissionDenied, Unauthenticated
 from kintsugi.core.namespaces import (
-    MARK,
+    AUTHORIZATION,
+    EVERY_NAMESPACE,
     NO_RULES,
     NamespaceLimits,
     NamespacePrivacy,
     NamespaceRules,
-    base_of,
     check_namespace_pattern,
-    is_within,
+    check_sent_once,
+    matches,
 )
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import check_namespace
 from kintsugi.store.protocol.files import check_private
 from kintsugi.store.protocol.watched_files import WatchedFiles
 
-EVERY_NAMESPACE = "*"
 SUBJECT_KINDS = ("CN=", "DNS:", "URI:")
 """Prefixes of a certificate's identities: the subject's common name, and its alternative names."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -83,14 +83,12 @@ class Caller:
         return verb in self.verbs
 
     def may_use(self, namespace: str) -> bool:
-        """Return whether the caller may use a namespace. A caller that may use a namespace may also use its
-        parts. The pattern `docs/*` does not match the parts of `docs` itself; `docs/-/*` does."""
-        return any(
-            (namespace if MARK in pattern else base_of(namespace)).startswith(pattern[:-1])
-            if pattern.endswith("*")
-            else is_within(namespace, pattern)
-            for pattern in self.namespaces
-        )
+        """Return whether the caller may use a namespace."""
+        return any(matches(pattern, namespace) for pattern in self.namespaces)
+
+    def pattern_of(self, namespace: str) -> str:
+        """Return the longest of the caller's patterns that includes a namespace, which the caller may use."""
+        return max((pattern for pattern in self.namespaces if matches(pattern, namespace)), key=len)
 
     def authorize(self, namespace: str, verb: Verb | None = None) -> str:
         """Check that the caller may use a namespace and has a verb, and return the namespace. `verb` None:
@@ -254,6 +252,14 @@ def parse_bearer(header: str | None) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
+def read_token(headers: Iterable[tuple[str, Any]]) -> str | None:
+    """Return the token in a request's HTTP headers or gRPC metadata, whose names are in lower case. Raises
+    `InvalidField` if a header that selects the caller or the namespace is repeated."""
+    headers = list(headers)
+    check_sent_once(name for name, _ in headers)
+    return parse_bearer(next((value for name, value in headers if name == AUTHORIZATION), None))
+
+
 ENTRIES_MAX = 1_000
 """Maximum number of tokens, and of certificates. Each request is compared with every token, which takes 0.06
 ms."""
@@ -392,6 +398,13 @@ def parse_document(values: Any, path: Path) -> AccessDocument:
             )
     _ = document.rules  # checks them
     return document
+
+
+def identify_call(access: Access, context: Any) -> Caller:
+    """Return the caller of a gRPC call, by its token or its client certificate. Raises `Unauthenticated`, and
+    as `read_token`."""
+    identities = identities_of_call(context) if access.has_certificates else ()
+    return access.caller(read_token(context.invocation_metadata() or ()), identities)
 
 
 def identities_of_call(context: Any) -> tuple[str, ...]:

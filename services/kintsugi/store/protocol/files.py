@@ -5,6 +5,7 @@ A new file is durable only after its folder was synced as well. Files with token
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -33,8 +34,10 @@ def sync_path(path: Path) -> None:
 
 
 def write_durably(file: Path, data: bytes) -> None:
-    """Replace `file` atomically, so that it survives a crash and a power loss. Raises `OSError`."""
+    """Replace `file` atomically, so that it survives a crash and a power loss. Only its owner may read it.
+    Raises `OSError`, and `InvalidField` for a link."""
     fresh = file.with_suffix(".new")
+    make_private(fresh)
     with open(fresh, "wb") as handle:
         handle.write(data)
         handle.flush()
@@ -59,8 +62,16 @@ PRIVATE_MODE = 0o600
 
 def make_private(path: Path) -> None:
     """Create a file that only its owner may read, or remove other users' permissions from an existing file. A
-    file of another user stays unchanged. Raises `OSError`."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_MODE))
+    file of another user stays unchanged. Raises `OSError`, and `InvalidField` for a link, which could lead to
+    a file of somebody else."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE_MODE))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise InvalidField(
+            path.name, f"{path} is a symbolic link; move the file itself there, or link its whole folder"
+        ) from None
     found = path.stat()
     if found.st_uid == os.geteuid() and found.st_mode & 0o077:
         path.chmod(PRIVATE_MODE)

@@ -1,6 +1,4 @@
-"""Authorises the calls of a shard, and writes them to the audit log.
-
-A shard without a tokens file and an audit log has no guard."""
+"""Authorises the calls of a shard, and writes them to the audit log."""
 
 from __future__ import annotations
 
@@ -11,14 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kintsugi.core.errors import KintsugiError
+from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied
+from kintsugi.core.namespaces import check_namespace_pattern, includes, matches
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
-from kintsugi.store.protocol.access import Access, Caller, Verb, identities_of_call, parse_bearer
+from kintsugi.store.protocol.access import Access, Caller, Verb, identify_call
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog
 from kintsugi.store.protocol.grpc_status import DETAIL_CHARS_MAX, status_of
-
-PUT = "put_chunk_kv"
 
 
 class Reach(Enum):
@@ -43,7 +40,7 @@ class Need:
 NEEDS: Mapping[str, Need] = {
     "lookup": Need(None, is_audited=False),
     "lookup_anchors": Need(Verb.GENERATE, is_audited=False),
-    PUT: Need(Verb.PUT),
+    "put_chunk_kv": Need(Verb.PUT),
     "stream_layers": Need(Verb.GENERATE),
     "lease_layers": Need(Verb.GENERATE),
     "prefetch": Need(Verb.GENERATE),
@@ -70,76 +67,97 @@ NEEDS: Mapping[str, Need] = {
 class ShardGuard:
     """Authorises calls, and writes their results to the audit log."""
 
-    def __init__(self, access: Access, audit: AuditLog | None) -> None:
-        self._access = access
+    def __init__(self, access: Access | None = None, audit: AuditLog | None = None) -> None:
+        """`access` None: every client may make every call."""
+        self._access = access or Access()
         self._audit = audit
 
     @contextmanager
-    def admit(self, rpc: str, request: Any, context: Any) -> Iterator[Any]:
-        """Yield the request to handle; for a put, an iterator that checks the messages as they arrive.
-
-        Raises `Unauthenticated`, `PermissionDenied`, and `InvalidField` for an invalid namespace.
-        """
-        call = AuditEntry(rpc, "OK", verb=NEEDS[rpc].verb)
+    def admit(self, rpc: str, context: Any) -> Iterator[Admission]:
+        """Identify the caller of a call, and record the call's result when the block ends. Raises
+        `Unauthenticated`, and `InvalidField` for repeated metadata."""
+        need = NEEDS[rpc]
+        entry = AuditEntry(rpc, "OK", verb=need.verb)
+        admission = None
         try:
-            caller = self._identify(context)
-            call.caller = caller.name
-            if rpc == PUT:
-                request = self._check_put(caller, call, request)
-            else:
-                _authorize(caller, NEEDS[rpc], call, request)
-            yield request
+            caller = identify_call(self._access, context)
+            entry.caller = caller.name
+            admission = Admission(caller, need, entry, context)
+            yield admission
         except KintsugiError as error:
-            call.result, call.error = status_of(error).name, str(error)[:DETAIL_CHARS_MAX]
+            entry.result, entry.error = status_of(error).name, str(error)[:DETAIL_CHARS_MAX]
             raise
         except asyncio.CancelledError:  # the client ended the call, as it ends every lease
-            call.result = "CANCELLED"
+            entry.result = "CANCELLED"
             raise
         except Exception:
-            call.result = "INTERNAL"
+            entry.result = "INTERNAL"
             raise
         finally:
-            if self._audit is not None and (NEEDS[rpc].is_audited or call.error):
-                self._audit.write(call)
+            if self._audit is not None and (need.is_audited or entry.error):
+                entry.keys = () if admission is None else _keys_in(admission.request)
+                self._audit.write(entry)
 
-    def _identify(self, context: Any) -> Caller:
-        """Raises `Unauthenticated`."""
-        metadata = dict(context.invocation_metadata() or ())
-        identities = identities_of_call(context) if self._access.has_certificates else ()
-        return self._access.caller(parse_bearer(metadata.get("authorization")), identities)
 
-    async def _check_put(
-        self, caller: Caller, call: AuditEntry, messages: AsyncIterator[bytes]
-    ) -> AsyncIterator[bytes]:
-        """Check the header of a put, which comes first, and yield every message."""
+@dataclass
+class Admission:
+    """A call whose caller is known."""
+
+    caller: Caller
+    need: Need
+    entry: AuditEntry
+    context: Any
+    """gRPC's context of the call."""
+    request: Any = None
+    """The message that names the chunks, once it was authorised or refused."""
+
+    def authorize(self, request: Any) -> Any:
+        """Authorise a request, and return it. Raises `PermissionDenied`, and `InvalidField` for an invalid
+        namespace."""
+        inner = request.request if isinstance(request, pb.LeaseLayersRequest) else request
+        self.entry.namespace = getattr(inner, "namespace", "")[:DETAIL_CHARS_MAX]
+        self.request = inner
+        if isinstance(inner, pb.VerifyRequest) and inner.failed_salts:  # removes every copy of these chunks
+            self.entry.verb = Verb.DELETE
+            self.caller.authorize(inner.namespace, Verb.DELETE)
+        match self.need.scope:
+            case Reach.NAMESPACE:
+                self.caller.authorize(inner.namespace, self.need.verb)
+            case Reach.EVERYTHING:
+                assert self.need.verb is not None, "what concerns everything needs a verb"
+                self.caller.require_everywhere(self.need.verb)
+            case Reach.NOTHING if self.need.verb is not None:
+                self.caller.require(self.need.verb)
+        return request
+
+    def pattern_of(self, request: Any) -> str:
+        """Return the pattern of namespaces to which a deletion is charged. Raises `InvalidField`, and
+        `PermissionDenied` for namespaces that the caller may not use."""
+        if not request.within:
+            return self.caller.pattern_of(request.namespace)
+        check_namespace_pattern(request.within, "within")
+        if not matches(request.within, request.namespace):
+            raise InvalidField("within", f"{request.within[:100]!r} does not include the namespace")
+        if not any(includes(pattern, request.within) for pattern in self.caller.namespaces):
+            raise PermissionDenied(
+                f"{self.caller.name!r} may not use every namespace in {request.within!r}; leave `within` out"
+            )
+        return str(request.within)
+
+    async def authorize_put(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Authorise a put by its header, which comes first, and yield every message. Raises as
+        `authorize`."""
         is_first = True
         async for message in messages:
             if is_first:
                 is_first = False
-                header, _ = wire.parse_payload(message, pb.PutChunkKVRequest)
-                _authorize(caller, NEEDS[PUT], call, header.header.manifest)
+                first, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
+                if not first.HasField("header") or payload:
+                    raise InvalidField(
+                        "header", "the first message of a put carries the header and no frames"
+                    )
+                self.authorize(first.header.manifest)
             yield message
-
-
-def _authorize(caller: Caller, need: Need, call: AuditEntry, request: Any) -> None:
-    """Record the names in a request, and authorise it. Raises `PermissionDenied` and `InvalidField`."""
-    if isinstance(request, pb.LeaseLayersRequest):
-        request = request.request
-    call.namespace = getattr(request, "namespace", "")[:DETAIL_CHARS_MAX]
-    call.keys = _keys_in(request)
-    if (
-        isinstance(request, pb.VerifyRequest) and request.failed_salts
-    ):  # this removes every copy of these chunks
-        call.verb = Verb.DELETE
-        caller.authorize(request.namespace, Verb.DELETE)
-    match need.scope:
-        case Reach.NAMESPACE:
-            caller.authorize(request.namespace, need.verb)
-        case Reach.EVERYTHING:
-            assert need.verb is not None, "what concerns everything needs a verb"
-            caller.require_everywhere(need.verb)
-        case Reach.NOTHING if need.verb is not None:
-            caller.require(need.verb)
 
 
 def _keys_in(request: Any) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from kintsugi.core.exchange import ErasedPlace as ErasedPlace
 from kintsugi.core.layout import ChunkLost as ChunkLost
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.layout import LayerFrame as LayerFrame
+from kintsugi.core.namespaces import EVERY_NAMESPACE
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 
@@ -92,6 +93,8 @@ class Erasure:
     """None: the whole namespace."""
     at_s: float
     """When the erasure was requested, in Unix seconds."""
+    within: str = EVERY_NAMESPACE
+    """The pattern of namespaces that its caller may use, in which merged records may delete more chunks."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,8 @@ class ErasureRange:
     next: int
     """The number up to which this page covers the erasures."""
     merged: Mapping[str, ErasureMark]
-    """For each namespace (empty: all namespaces), the highest number and latest time of its merged erasures.
-    Only numbers above the requested one are included."""
+    """For each pattern of namespaces, the highest number and latest time of its merged erasures. Only numbers
+    above the requested one are included."""
     shard_id: str = ""
     """The shard that sent the page; empty in that shard."""
 
@@ -231,11 +234,14 @@ class ChunkStore(ABC):
         `Unavailable` if a shard that may hold some of them did not answer; the other shards have deleted
         theirs."""
 
-    def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> Sequence[ErasedPlace]:
+    def erase(
+        self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float, within: str = ""
+    ) -> Sequence[ErasedPlace]:
         """Erase chunks whose saves were requested until `at_s` (Unix seconds; 0: now); `keys` None: all
         chunks of the namespace and its parts. No tier keeps any of their bytes, or any bytes of copies that
         it evicted earlier. Returns the places where they were stored; every shard is named. Waits for readers
-        of the chunks.
+        of the chunks. `within`: the pattern of namespaces that whoever asked may use; empty: that of this
+        client's token. Beyond a number of records, older ones of one pattern are merged.
 
         The erasure is recorded: puts requested until then are refused, caches apply it (`erasures`), and
         absent shards apply it when they return. Raises `Unavailable` if a shard that may hold some chunks did

@@ -1,4 +1,4 @@
-"""Options and TLS credentials of gRPC channels and servers."""
+"""Channels of gRPC clients, and TLS credentials of servers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,9 @@ from cryptography.x509 import load_pem_x509_certificates
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.protocol.watched_files import WatchedFiles
-from kintsugi.store.protocol.wire import CLIENT_OPTIONS, PING_OPTIONS, PING_S
+from kintsugi.store.protocol.wire import CLIENT_OPTIONS
 
 PORT_MAX = 65535
-METADATA_BYTES_MAX = 8 << 10
-HANDSHAKE_S = 10.0
-"""Maximum time for the TLS and HTTP/2 handshakes."""
-
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
-    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
-    ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-    *PING_OPTIONS,
-    # With gRPC's default of 5 minutes, a server would disconnect clients that ping as often as the server
-    # does.
-    ("grpc.http2.min_ping_interval_without_data_ms", int(PING_S * 500)),
-    # Otherwise a second server on the same port would silently take some of the connections.
-    ("grpc.so_reuseport", 0),
-)
 
 
 @dataclass(frozen=True)

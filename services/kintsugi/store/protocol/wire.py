@@ -78,10 +78,16 @@ PING_OPTIONS = (
 RECONNECT_S_MAX = 5.0
 """Longest wait between two attempts to connect. With gRPC's default of 120 s, calls would fail long after the
 server has returned."""
-RECONNECT_OPTIONS = (("grpc.max_reconnect_backoff_ms", int(RECONNECT_S_MAX * 1000)),)
+CLIENT_IDLE_S = 20.0
+"""Time without a call after which a client closes its connection: before a server does
+(`grpc_server.IDLE_S`), for which gRPC's client would print a line."""
+CONNECTION_OPTIONS = (
+    ("grpc.max_reconnect_backoff_ms", int(RECONNECT_S_MAX * 1000)),
+    ("grpc.client_idle_timeout_ms", int(CLIENT_IDLE_S * 1000)),
+)
 CLIENT_OPTIONS = (
     *CHANNEL_OPTIONS,
-    *RECONNECT_OPTIONS,
+    *CONNECTION_OPTIONS,
     # A client buffers a few messages, so that a shard need not wait until the client has verified the
     # previous message. A shard does not, because it would need this memory for every client that puts.
     ("grpc.http2.lookahead_bytes", 4 * MESSAGE_BYTES_TARGET),

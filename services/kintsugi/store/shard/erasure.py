@@ -7,8 +7,9 @@ replaces those of its chunks. They are in memory, and in the data directory if t
 
 The number of records is bounded. If a namespace has more than `NAMESPACE_MAX`, the older half is merged into
 one mark; shards that have missed some of these then lose more chunks of that namespace than were erased.
-Beyond `ERASURES_MAX` records in all, the records that every known shard has applied are merged. See
-docs/adr/0015.
+Beyond `ERASURES_MAX` records in all, records of the pattern with most records are merged: the pattern of
+namespaces that the caller of an erasure may use. So no caller can make a shard lose chunks that it may not
+delete. See docs/adr/0015.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from pathlib import Path
 import lmdb
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
-from kintsugi.core.namespaces import enclosing, is_within
+from kintsugi.core.namespaces import EVERY_NAMESPACE, enclosing, is_within, matches
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.files import PRIVATE_MODE, make_folder, sync_path
+from kintsugi.store.protocol.files import make_folder, sync_path
 from kintsugi.store.protocol.interface import Erasure, ErasureMark, ErasureRange
 from kintsugi.store.protocol.save_times import AFTER_S
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
+from kintsugi.store.shard.tiers.lower_tier import open_private
 from kintsugi.store.shard.tiers.ram_tier import ChunkPut
 from kintsugi.store.shard.work import Eviction
 
@@ -46,10 +48,12 @@ class Scope:
     """None: all."""
     until_s: float = math.inf
     """Unix seconds: chunks whose save was requested later are kept."""
+    within: str = EVERY_NAMESPACE
+    """The pattern of namespaces that the caller may use."""
 
     @staticmethod
-    def of(namespace: str, keys: Iterable[ChunkKey]) -> Scope:
-        return Scope(namespace, frozenset(keys))
+    def of(namespace: str, keys: Iterable[ChunkKey], within: str = EVERY_NAMESPACE) -> Scope:
+        return Scope(namespace, frozenset(keys), within=within)
 
     @property
     def is_erasure(self) -> bool:
@@ -120,7 +124,6 @@ def is_in_hand(
 
 CLEAR_BATCH = 256
 """Maximum number of a namespace's chunks that are forgotten per acquisition of the table's lock."""
-FREE_POLL_S = 0.02
 DELETION_S = 600.0
 """How long copies of a deleted chunk are refused: longer than a shard takes to send a copy that it has
 read."""
@@ -128,13 +131,14 @@ DELETIONS_MAX = 100_000
 ERASURES_MAX = 200_000
 NAMESPACE_MAX = ERASURES_MAX // 16
 """Maximum number of records of one namespace."""
-MERGED_AT_ONCE = 1 / 8
-"""Share of `ERASURES_MAX` that is merged at a time."""
 AWAY_S_MAX = 30 * 86_400.0
 """Records are not kept for a shard that has recorded nothing for this long."""
 _MAP_BYTES = 1 << 30
+MERGED_AT_ONCE = 1 / 8
+"""Share of `ERASURES_MAX` that is merged at a time."""
 _VALUE = struct.Struct("<dQ?")
-"""Time of the request, number, and whether the erasure was learned from another shard."""
+"""Time of the request, number, and whether the erasure was learned from another shard. The pattern follows,
+unless it includes every namespace."""
 _MARK = struct.Struct("<Qd")
 """A number, and Unix seconds."""
 _MERGED, _PEER, _TIER = b"\0merged\0", b"\0peer\0", b"\0tier\0"
@@ -148,6 +152,7 @@ class _Record:
     at_s: float
     number: int
     learned: bool
+    within: str
 
 
 class Erasures:
@@ -164,6 +169,7 @@ class Erasures:
         self._order: dict[int, _Name] = {}
         """Names by number, in ascending order."""
         self._merged: dict[str, ErasureMark] = {}
+        """By pattern of namespaces."""
         self._peers: dict[str, ErasureMark] = {}
         """By shard: up to which number its erasures were applied here, and when."""
         self._tiers: dict[str, ErasureMark] = {}
@@ -173,7 +179,7 @@ class Erasures:
         self._env = None
         if folder is not None:
             make_folder(folder)
-            self._env = lmdb.open(str(folder), map_size=_MAP_BYTES, mode=PRIVATE_MODE)
+            self._env = open_private(folder, _MAP_BYTES)
             sync_path(folder)
             self._load(self._env)
         self._last = max([*self._order, *(mark.number for mark in self._merged.values())], default=0)
@@ -190,7 +196,7 @@ class Erasures:
                         break
                 else:
                     namespace, key = _decode_name(name)
-                    self._records.setdefault(namespace, {})[key] = _Record(*_VALUE.unpack(value))
+                    self._records.setdefault(namespace, {})[key] = _decode_record(value)
         named = [
             (one.number, (namespace, key))
             for namespace, some in self._records.items()
@@ -229,21 +235,20 @@ class Erasures:
                     changes.update(dict.fromkeys((namespace, one) for one in held))
                 at_s = _asked_s(erasure.at_s, before_s, learned)
                 latest_s = max(latest_s, at_s)
-                changes[namespace, key] = _Record(at_s, number, learned)
+                changes[namespace, key] = _Record(at_s, number, learned, erasure.within)
             applied = dict.fromkeys(tiers, ErasureMark(number, self._clock()))
             self._change(changes, {_TIER: applied}, number)
         return latest_s
 
-    def merge(self, namespace: str, at_s: float) -> None:
-        """Record that another shard has merged its erasures of a namespace until `at_s`. An empty namespace
-        means all."""
+    def merge(self, pattern: str, at_s: float) -> None:
+        """Record that another shard has merged its erasures of a pattern's namespaces until `at_s`."""
         with self._writing:
             self._change(
-                {}, {_MERGED: {namespace: self._joined(namespace, self._last + 1, at_s)}}, self._last + 1
+                {}, {_MERGED: {pattern: self._joined(pattern, self._last + 1, at_s)}}, self._last + 1
             )
 
-    def _joined(self, namespace: str, number: int, at_s: float) -> ErasureMark:
-        before = self._merged.get(namespace, ErasureMark())
+    def _joined(self, pattern: str, number: int, at_s: float) -> ErasureMark:
+        before = self._merged.get(pattern, ErasureMark())
         return ErasureMark(max(before.number, number), max(before.at_s, at_s))
 
     def _merge_old(self, namespace: str, room: int) -> None:
@@ -253,26 +258,35 @@ class Erasures:
             numbers = sorted(record.number for record in held.values())
             self._merge(namespace, numbers[: len(numbers) // 2])
 
-    def _merge(self, namespace: str, numbers: Sequence[int]) -> None:
+    def _merge(self, pattern: str, numbers: Sequence[int]) -> None:
+        """Merge records, whose numbers ascend, into the mark of a pattern that includes their namespaces."""
         names = [self._order[number] for number in numbers]
         latest_s = max(self._records[name][key].at_s for name, key in names)
-        mark = self._joined(namespace, numbers[-1], latest_s)
-        self._change(dict.fromkeys(names), {_MERGED: {namespace: mark}}, self._last)
+        mark = self._joined(pattern, numbers[-1], latest_s)
+        self._change(dict.fromkeys(names), {_MERGED: {pattern: mark}}, self._last)
 
     def _make_room(self, count: int) -> None:
-        """If there are too many records in all, merge those that every known shard has applied."""
-        if len(self._order) + count <= ERASURES_MAX:
-            return
-        acknowledged, slowest = self._find_acknowledged()
-        some = max(count, int(ERASURES_MAX * MERGED_AT_ONCE))
-        numbers = [number for number in self._order if number <= acknowledged][:some]
-        if len(numbers) < count:
-            raise ResourceExhausted(
-                f"this shard keeps {len(self._order)} erasures for shards that have not applied them yet; "
-                f"restart shard {slowest}, or wait until it counts as gone, "
-                f"{AWAY_S_MAX / 86_400:.0f} days after its last erasure"
-            )
-        self._merge("", numbers)
+        """If there are too many records in all, merge the oldest of the pattern with most records, if
+        possible those that every known shard has applied. Records of every namespace are merged only if
+        every known shard has applied them; then the pattern with the next most records follows."""
+        while len(self._order) + count > ERASURES_MAX:
+            acknowledged, slowest = self._find_acknowledged()
+            by_pattern: dict[str, list[int]] = {}
+            for number, (name, key) in self._order.items():
+                by_pattern.setdefault(self._records[name][key].within, []).append(number)
+            for pattern in sorted(by_pattern, key=lambda pattern: -len(by_pattern[pattern])):
+                applied = [number for number in by_pattern[pattern] if number <= acknowledged]
+                if applied or pattern != EVERY_NAMESPACE:
+                    self._merge(
+                        pattern, (applied or by_pattern[pattern])[: int(ERASURES_MAX * MERGED_AT_ONCE)]
+                    )
+                    break
+            else:
+                raise ResourceExhausted(
+                    f"this shard keeps {len(self._order)} erasures for shards that have not applied them "
+                    f"yet; restart shard {slowest}, or wait until it counts as gone, "
+                    f"{AWAY_S_MAX / 86_400:.0f} days after its last erasure"
+                )
 
     def _find_acknowledged(self) -> tuple[int, str]:
         """Return up to which number every known shard has applied the erasures, and the slowest shard."""
@@ -321,8 +335,7 @@ class Erasures:
         """Return whether a chunk requested at `asked_at_s` was erased, or may have been erased by a merged
         erasure with a number above `seen`."""
         with self._lock:
-            around = ("", *enclosing(address[0]))
-            marks = [self._merged[name] for name in around if name in self._merged]
+            marks = (mark for pattern, mark in self._merged.items() if matches(pattern, address[0]))
             merged_s = max((mark.at_s for mark in marks if mark.number > seen), default=-math.inf)
             return max(self._latest_s(*address), merged_s) >= asked_at_s
 
@@ -364,7 +377,7 @@ class Erasures:
             ]
             end = numbers[-1] if len(numbers) == limit else self._last
             merged = {name: mark for name, mark in self._merged.items() if mark.number > number}
-        erasures = [Erasure(*name, at_s=one.at_s) for name, one in found if learned or not one.learned]
+        erasures = [Erasure(*name, one.at_s, one.within) for name, one in found if learned or not one.learned]
         return ErasureRange(erasures, end, merged)
 
     def close(self) -> None:
@@ -396,7 +409,16 @@ def _write(env: lmdb.Environment, values: Mapping[bytes, bytes | None]) -> None:
 
 
 def _encode_record(record: _Record | None) -> bytes | None:
-    return None if record is None else _VALUE.pack(record.at_s, record.number, record.learned)
+    if record is None:
+        return None
+    within = "" if record.within == EVERY_NAMESPACE else record.within
+    return _VALUE.pack(record.at_s, record.number, record.learned) + within.encode()
+
+
+def _decode_record(value: bytes) -> _Record:
+    at_s, number, learned = _VALUE.unpack(value[: _VALUE.size])
+    within = value[_VALUE.size :].decode()
+    return _Record(at_s, number, learned, within or EVERY_NAMESPACE)
 
 
 def _encode_name(name: _Name) -> bytes:
@@ -443,30 +465,40 @@ class Holders:
 
 
 class Shared:
-    """Runs work once for all callers that waited when it began. Thread-safe."""
+    """Runs work once for all callers that joined before it began. Thread-safe."""
 
     def __init__(self) -> None:
         self._running = threading.Lock()
-        self._asked = 0
+        self._joined = 0
         self._done = 0
         self._closed = False
         self._counting = threading.Lock()
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Return after one whole run that began after this call. Raises the errors of a run in this
-        thread, and `Unavailable` after `close`."""
+    def join(self) -> int:
+        """Return a number for `run`."""
         with self._counting:
-            self._asked += 1
-            mine = self._asked
-        with self._running:
-            if self._done >= mine:
-                return
-            if self._closed:
-                raise Unavailable("this shard is ending; try again after its restart")
-            with self._counting:
-                covers = self._asked
-            work()
-            self._done = covers
+            self._joined += 1
+            return self._joined
+
+    def run(self, number: int, work: Callable[[], None]) -> bool:
+        """Return whether a whole run has begun and ended after `join` returned `number`. Runs the work in
+        this thread unless another thread does; then call again. Raises the errors of the work, and
+        `Unavailable` after `close`."""
+        if self._done >= number:
+            return True
+        if not self._running.acquire(blocking=False):
+            return False
+        try:
+            if self._done < number:
+                if self._closed:
+                    raise Unavailable("this shard is ending; try again after its restart")
+                with self._counting:
+                    covers = self._joined
+                work()
+                self._done = covers
+            return True
+        finally:
+            self._running.release()
 
     def close(self) -> None:
         """Wait for the running work and prevent further runs."""
@@ -482,23 +514,31 @@ class Deletions:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._deleted_s: OrderedDict[Address | str, float] = OrderedDict()
-        """When a chunk or a whole namespace was deleted: the newest `DELETIONS_MAX`."""
-        self._forgotten_s = -math.inf
-        """Time of the newest deletion that was dropped from the list."""
+        self._deleted_s: dict[str, OrderedDict[Address | str, float]] = {}
+        """When a chunk or a whole namespace was deleted, by the pattern of namespaces that the caller may
+        use: the newest, `DELETIONS_MAX` in all."""
+        self._forgotten_s: dict[str, float] = {}
+        """By pattern: time of the newest deletion that was dropped from the list."""
 
-    def note(self, deleted: Iterable[Address | str]) -> None:
-        """Note that chunks or whole namespaces were deleted now, whether or not they existed."""
+    def note(self, deleted: Iterable[Address | str], within: str = EVERY_NAMESPACE) -> None:
+        """Note that a caller that may use the namespaces `within` has now deleted chunks or whole namespaces,
+        whether or not they existed."""
         now_s = self._clock()
+        noted = self._deleted_s.setdefault(within, OrderedDict())
         for one in deleted:
-            self._deleted_s[one] = now_s
-            self._deleted_s.move_to_end(one)
-        while len(self._deleted_s) > DELETIONS_MAX:
-            self._forgotten_s = self._deleted_s.popitem(last=False)[1]
+            noted[one] = now_s
+            noted.move_to_end(one)
+        while sum(map(len, self._deleted_s.values())) > DELETIONS_MAX:
+            largest = max(self._deleted_s, key=lambda pattern: len(self._deleted_s[pattern]))
+            self._forgotten_s[largest] = self._deleted_s[largest].popitem(last=False)[1]
 
     def cover(self, address: Address) -> bool:
         """Return whether a chunk may have been deleted within `DELETION_S`."""
-        whole = (self._deleted_s.get(namespace) for namespace in enclosing(address[0]))
-        times = (self._deleted_s.get(address), *whole, self._forgotten_s)
-        last_s = max(time for time in times if time is not None)
-        return self._clock() - last_s < DELETION_S
+        since_s = self._clock() - DELETION_S
+        names: tuple[Address | str, ...] = (address, *enclosing(address[0]))
+        return any(
+            noted.get(name, -math.inf) > since_s for noted in self._deleted_s.values() for name in names
+        ) or any(
+            forgotten_s > since_s and matches(pattern, address[0])
+            for pattern, forgotten_s in self._forgotten_s.items()
+        )

@@ -12,7 +12,8 @@ import xxhash
 from kintsugi.core.documents import DOCUMENT_BYTES_MAX, replaces
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.spaces import ModelFingerprint
-from kintsugi.store.protocol.files import PRIVATE_MODE, make_folder, sync_path
+from kintsugi.store.protocol.files import make_folder, sync_path
+from kintsugi.store.shard.tiers.lower_tier import open_private
 
 REPORTS_MAX = 1024
 NAME_CHARS_MAX = 128
@@ -29,7 +30,7 @@ class Reports:
         self._env = None
         if folder is not None:
             make_folder(folder)
-            self._env = lmdb.open(str(folder), map_size=_MAP_BYTES, mode=PRIVATE_MODE)
+            self._env = open_private(folder, _MAP_BYTES)
             sync_path(folder)
             with self._env.begin() as transaction:
                 for key, value in transaction.cursor():

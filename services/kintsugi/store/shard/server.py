@@ -11,20 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
-from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
-from grpc_health.v1.health import aio as health_aio
-from grpc_health.v1.health_pb2 import HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
-from grpc_reflection.v1alpha.reflection import enable_server_reflection
-
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.access import open_access
-from kintsugi.store.protocol.audit import AuditLog, open_audit
+from kintsugi.store.protocol.audit import open_audit
+from kintsugi.store.protocol.grpc_server import GrpcServer
 from kintsugi.store.protocol.guard import ShardGuard
-from kintsugi.store.protocol.tls import SERVER_OPTIONS, ServerTls, TlsFiles, check_listen
+from kintsugi.store.protocol.tls import TlsFiles, check_listen
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
@@ -61,8 +54,6 @@ class ServerOptions:
     everything."""
     audit_dir: Path | None = None
     """Folder of the shard's audit log; None: no log."""
-    extra_handlers: tuple[Any, ...] = ()
-    """More gRPC services on the same port, such as a shard directory."""
 
     def __post_init__(self) -> None:
         if self.protect_metrics and self.tokens_file is None:
@@ -78,10 +69,9 @@ class ShardServer:
         self._options = options or ServerOptions()
         self._keeper = Keeper(shard, self._options.scrub_bytes_per_s)
         self._door: ArenaDoor | None = None
-        self._server: Any = None
+        self._server: GrpcServer | None = None
         self._health: asyncio.Task[None] | None = None
         self._metrics_server: Any = None
-        self._audit: AuditLog | None = None
         self.address = ""
         """`host:port` of the gRPC server, once started."""
         self.metrics_address = ""
@@ -107,70 +97,52 @@ class ShardServer:
         self._thread.start()
         try:
             self._call(self._start_grpc())
-        except (RuntimeError, OSError, KintsugiError) as error:
+        except (OSError, KintsugiError) as error:
             self._call(self._stop_grpc(0.0))
             self._close_files()
             self._end_loop()
             if isinstance(error, KintsugiError):
                 raise
-            hint = "" if self._options.tls is None else " (or the TLS files are not matching PEM files)"
             raise Unavailable(
-                f"cannot listen on {self._listen}: {error}{hint}; name another address (port 0: any free one)"
+                f"cannot listen on {self._listen}: {error}; name another address (port 0: any free one)"
             ) from error
 
     async def _start_grpc(self) -> None:
-        self._server = grpc.aio.server(options=(*wire.CHANNEL_OPTIONS, *SERVER_OPTIONS))
-        if self._options.share_arena:
-            self._door = ArenaDoor(self.shard.ram.arena, self._options.socket_folder)
         options = self._options
-        guard = self._open_guard()
+        access = open_access(options.tokens_file)
+        audit = open_audit(options.audit_dir, f"shard-{self.shard.shard_id}")
+        if options.share_arena:
+            self._door = ArenaDoor(self.shard.ram.arena, options.socket_folder)
+        guard = ShardGuard(access, audit)
         service = ChunkStoreService(self.shard, options.durable_by_default, self._door, options.tls, guard)
-        if self._audit is not None:
-            service.metrics.watch_audit(self._audit)
-        health = health_aio.HealthServicer()
-        add_HealthServicer_to_server(health, self._server)
-        enable_server_reflection((wire.SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE), self._server)
-        self._health = asyncio.create_task(self._report_health(health))
-        self._server.add_generic_rpc_handlers((service.generic_handler(), *self._options.extra_handlers))
-        if self._options.tls is None:
-            port = self._server.add_insecure_port(self._listen)
-        else:
-            port = self._server.add_secure_port(self._listen, ServerTls(self._options.tls).credentials)
-        self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
-        await self._server.start()
+        if audit is not None:
+            service.metrics.watch_audit(audit)
+        self._server = GrpcServer(self._listen, options.tls, access, message_bytes_max=wire.MESSAGE_BYTES_MAX)
+        await self._server.start(wire.SERVICE, service.generic_handler())
+        self.address = self._server.address
+        self._health = asyncio.create_task(self._report_health(self._server))
         self._reported_s = time.monotonic()
         if options.metrics_listen:
-            access = open_access(options.tokens_file) if options.protect_metrics else None
             self._metrics_server = service.metrics.serve(
-                options.metrics_listen, self.why_not_ready, self._warning, access
+                options.metrics_listen,
+                self.why_not_ready,
+                self._warning,
+                access if options.protect_metrics else None,
             )
             host, port = self._metrics_server.server_address[:2]
             self.metrics_address = f"{host}:{port}"
         self._keeper.start()
 
-    def _open_guard(self) -> ShardGuard | None:
-        """Return None if every client may do everything and no audit log is written. Raises
-        `InvalidField`."""
-        if self._options.tokens_file is None and self._options.audit_dir is None:
-            return None
-        self._audit = open_audit(self._options.audit_dir, f"shard-{self.shard.shard_id}")
-        return ShardGuard(open_access(self._options.tokens_file), self._audit)
-
-    async def _report_health(self, health: Any) -> None:
+    async def _report_health(self, server: GrpcServer) -> None:
         """Report NOT_SERVING while the shard drains, after it has failed, and for a tier whose last write or
         read failed. Each tier is its own health service, because the other tiers still serve."""
         while True:
             healthy = self.shard.failure is None and not self.shard.table.draining
-            status = HealthCheckResponse.SERVING if healthy else HealthCheckResponse.NOT_SERVING
             for service in ("", wire.SERVICE):
-                await health.set(service, status)
+                await server.set_health(service, healthy)
             failures = self.shard.tier_failures()
             for tier in self.shard.lower_tiers:
-                failing = tier.name in failures
-                await health.set(
-                    f"{wire.SERVICE}/{tier.name}",
-                    HealthCheckResponse.NOT_SERVING if failing else HealthCheckResponse.SERVING,
-                )
+                await server.set_health(f"{wire.SERVICE}/{tier.name}", tier.name not in failures)
             self._reported_s = time.monotonic()
             await asyncio.sleep(HEALTH_PERIOD_S)
 
@@ -199,15 +171,14 @@ class ShardServer:
         self._end_loop()
 
     async def _stop_grpc(self, grace_s: float) -> None:
-        await self._server.stop(grace_s)
+        if self._server is not None:
+            await self._server.stop(grace_s)
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
     def _close_files(self) -> None:
-        if self._audit is not None:
-            self._audit.close()
         if self._door is not None:
             self._door.close()
             self._door = None

@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
@@ -29,16 +29,18 @@ from kintsugi.core.layout import FORMAT, ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.grpc_server import build_handler, read_message
 from kintsugi.store.protocol.grpc_status import abort_call
-from kintsugi.store.protocol.guard import ShardGuard
+from kintsugi.store.protocol.guard import Admission, ShardGuard
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
+from kintsugi.store.protocol.messages import parse_message
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.erasure import Removed, Scope
 from kintsugi.store.shard.eviction.room import NoRoomYet
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.local import ArenaDoor
-from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.shard import FREE_POLL_S, FREE_POLL_S_MAX, Shard, Steps
 from kintsugi.store.shard.streaming import LayerStream
 from kintsugi.store.shard.tiers.ram_tier import Arena, ChunkPut, PutOptions
 
@@ -48,14 +50,24 @@ LEASE_S_MAX = 60.0
 """A same-host reader loses its lease after this long."""
 PUT_WAIT_S_MAX = 10.0
 """How long a put waits for room."""
-WAITING_PUTS_MAX = 16
 VERIFIERS = 2
-"""Concurrent verifications. Each may take minutes; reads from disk need threads, too."""
+"""Concurrent verifications of chunks; reads from disk need threads, too."""
 ERASERS = 8
-"""Concurrent erasures. Erasures that begin together wipe the tiers once."""
+"""Concurrent steps of erasures. Erasures that begin together wipe the tiers once."""
 DRAIN_S_MAX = 3600.0
+RECOMPUTE_MS_PER_TOKEN_MAX = 100.0
+"""Maximum time that a put may state for its chunk's prefill, per token; longer times are reduced to it. A
+model of 8 billion parameters takes that long on one CPU core. Eviction keeps what is expensive to recompute,
+so an arbitrary time would keep a chunk forever."""
 STREAM_BYTES_MAX = 2 << 30
 """Maximum bytes of messages held for slow readers, two per stream: 512 streams of 2 MiB frames."""
+
+
+_RPCS = {
+    re.sub(r"(?<=[a-z])(?=[A-Z])", "_", rpc.name).lower(): rpc
+    for rpc in pb.DESCRIPTOR.services_by_name["ChunkStore"].methods
+}
+"""The RPCs by the names of their handlers: `put_chunk_kv` for `PutChunkKV`."""
 
 
 def _check_protocol(context: Any) -> None:
@@ -67,21 +79,26 @@ def _check_protocol(context: Any) -> None:
         )
 
 
-def _answers(
-    handler: Callable[[Any, Any, Any], Awaitable[Any]],
-) -> Callable[[Any, Any, Any], Awaitable[Any]]:
-    """Wrap an RPC's handler: check protocol and access, measure the call, convert Kintsugi's errors to gRPC
-    statuses."""
+def _answers(handler: Callable[[Any, Any, Admission], Awaitable[Any]]) -> Callable[..., Awaitable[None]]:
+    """Wrap an RPC's handler: check the protocol, identify the caller, read and authorise its message, time
+    the call, write the response, and turn our errors into gRPC statuses. A handler that returns None has
+    written its responses. Bulk RPCs exchange bytes, which gRPC does not serialise again."""
+    rpc = _RPCS[handler.__name__]
+    message = getattr(pb, rpc.input_type.name)
 
     @wraps(handler)
-    async def handle_rpc(self: Any, request: Any, context: Any) -> Any:
+    async def handle_rpc(self: Any, messages: AsyncIterator[bytes], context: Any) -> None:
         try:
             _check_protocol(context)
-            with self.metrics.time_rpc(handler.__name__):
-                if self._guard is None:
-                    return await handler(self, request, context)
-                with self._guard.admit(handler.__name__, request, context) as admitted:
-                    return await handler(self, admitted, context)
+            name = handler.__name__
+            with self.metrics.time_rpc(name), self._guard.admit(name, context) as admission:
+                if rpc.client_streaming:
+                    request = admission.authorize_put(messages)
+                else:
+                    request = admission.authorize(parse_message(message, await read_message(context)))
+                response = await handler(self, request, admission)
+                if response is not None:
+                    await context.write(response.SerializeToString())
         except KintsugiError as error:
             await abort_call(context, error)
 
@@ -89,7 +106,7 @@ def _answers(
 
 
 class ChunkStoreService:
-    """One handler per RPC; `generic_handler` registers them. Handlers of streams write their responses."""
+    """One handler per RPC; `generic_handler` registers them."""
 
     def __init__(
         self,
@@ -106,15 +123,15 @@ class ChunkStoreService:
         self.bytes_read = {"grpc": 0, "shared-memory": 0}
         self.metrics = ShardMetrics(shard, self.bytes_read, tls)
         self._door = door
-        self._guard = guard
+        self._guard = guard or ShardGuard()
         self._stream_bytes = 0
         self.durable_by_default = durable_by_default
         self._verifiers = ThreadPoolExecutor(VERIFIERS, "kintsugi-verify")
         self._erasers = ThreadPoolExecutor(ERASERS, "kintsugi-erase")
-        self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
+        self._erasing: set[asyncio.Task[Removed]] = set()
 
     @_answers
-    async def lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+    async def lookup(self, request: pb.LookupRequest, call: Admission) -> pb.LookupResponse:
         if len(request.keys) > wire.LOOKUP_KEYS_BATCH:  # a long one must not delay other lookups
             return await asyncio.to_thread(self._build_lookup_response, request)
         return self._build_lookup_response(request)
@@ -135,7 +152,7 @@ class ChunkStoreService:
 
     @_answers
     async def lookup_anchors(
-        self, request: pb.LookupAnchorsRequest, context: Any
+        self, request: pb.LookupAnchorsRequest, call: Admission
     ) -> pb.LookupAnchorsResponse:
         if len(request.anchors) > wire.KEYS_MAX:
             raise InvalidField(
@@ -159,7 +176,7 @@ class ChunkStoreService:
         return response
 
     @_answers
-    async def put_chunk_kv(self, messages: AsyncIterator[bytes], context: Any) -> pb.PutChunkKVResponse:
+    async def put_chunk_kv(self, messages: AsyncIterator[bytes], call: Admission) -> pb.PutChunkKVResponse:
         manifest, options = self._put_header(await _next_message(messages))
         durable = options.durable
         put = await self._begin_put(manifest, options)
@@ -191,35 +208,30 @@ class ChunkStoreService:
         return pb.PutChunkKVResponse(inserted=False)
 
     async def _begin_put(self, manifest: ChunkManifest, options: PutOptions) -> ChunkPut | None:
-        """Reserve room for a chunk. Waits on a thread, because making room may take a disk write."""
-        try:
-            return self.shard.begin_put(manifest, options)
-        except NoRoomYet:
-            begun = self._waiting_puts.submit(self.shard.begin_put, manifest, options, PUT_WAIT_S_MAX)
+        """Reserve room for a chunk. Polls while a disk write makes room: with a thread per waiting put, the
+        puts of one namespace would delay all others. Raises `NoRoomYet`."""
+        deadline_s = asyncio.get_running_loop().time() + PUT_WAIT_S_MAX
+        wait_s = FREE_POLL_S
+        while True:
             try:
-                return await asyncio.wrap_future(begun)
-            except asyncio.CancelledError:  # the client left; its room may still come
-                begun.add_done_callback(self._give_up)
-                raise
-
-    def _give_up(self, begun: Future[ChunkPut | None]) -> None:
-        if begun.cancelled() or begun.exception() is not None:
-            return
-        if (put := begun.result()) is not None:
-            self.shard.table.abort(put)
+                return self.shard.begin_put(manifest, options)
+            except NoRoomYet:
+                if asyncio.get_running_loop().time() >= deadline_s:
+                    raise
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, FREE_POLL_S_MAX)
 
     def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
-        first, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
-        if not first.HasField("header") or payload:
-            raise InvalidField("header", "the first message of a put carries the header and no frames")
+        first, _ = wire.parse_payload(message, pb.PutChunkKVRequest)
         header = first.header
         durable = (
             self.durable_by_default if header.ack == pb.ACK_UNSPECIFIED else header.ack == pb.ACK_DURABLE
         )
-        return wire.manifest_from_wire(header.manifest), PutOptions(
+        manifest = wire.manifest_from_wire(header.manifest)
+        return manifest, PutOptions(
             durable=durable,
             ttl_s=header.ttl_s or math.inf,
-            recompute_ms=header.recompute_ms,
+            recompute_ms=min(header.recompute_ms, RECOMPUTE_MS_PER_TOKEN_MAX * manifest.num_tokens),
             is_copy=header.is_copy,
             erasures_seen=header.erasures_seen,
         )
@@ -233,10 +245,10 @@ class ChunkStoreService:
         return request.commit
 
     @_answers
-    async def stream_layers(self, request: pb.StreamLayersRequest, context: Any) -> None:
+    async def stream_layers(self, request: pb.StreamLayersRequest, call: Admission) -> None:
         async with self._open_stream(request) as stream:
             with self._room_for_messages(stream.message_bytes_max):
-                await stream.write_frames(context)
+                await stream.write_frames(call.context)
         self.bytes_read["grpc"] += stream.bytes_sent
 
     @asynccontextmanager
@@ -290,7 +302,7 @@ class ChunkStoreService:
         return self._door, self.shard.ram.arena
 
     @_answers
-    async def open_arena(self, request: pb.OpenArenaRequest, context: Any) -> pb.OpenArenaResponse:
+    async def open_arena(self, request: pb.OpenArenaRequest, call: Admission) -> pb.OpenArenaResponse:
         door, arena = self._shared()
         return pb.OpenArenaResponse(
             socket_path=str(door.path),
@@ -300,7 +312,7 @@ class ChunkStoreService:
         )
 
     @_answers
-    async def lease_layers(self, message: pb.LeaseLayersRequest, context: Any) -> None:
+    async def lease_layers(self, message: pb.LeaseLayersRequest, call: Admission) -> None:
         _, arena = self._shared()
         async with self._open_stream(message.request) as stream:
             lease = arena.begin_lease()
@@ -312,7 +324,7 @@ class ChunkStoreService:
             )
             try:
                 async with asyncio.timeout(LEASE_S_MAX):
-                    await stream.write_descriptors(context, header)
+                    await stream.write_descriptors(call.context, header)
                     self.bytes_read["shared-memory"] += stream.bytes_sent
                     await asyncio.Event().wait()  # the reader ends the call once it has its copies
             except TimeoutError:
@@ -321,45 +333,65 @@ class ChunkStoreService:
                 arena.end_lease(lease)
 
     @_answers
-    async def prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
+    async def prefetch(self, request: pb.PrefetchRequest, call: Admission) -> pb.PrefetchResponse:
         keys = wire.keys_from_wire(request.keys)
         return pb.PrefetchResponse(accepted=self.shard.prefetch(request.namespace, keys))
 
     @_answers
-    async def retain(self, request: pb.RetainRequest, context: Any) -> pb.RetainResponse:
+    async def retain(self, request: pb.RetainRequest, call: Admission) -> pb.RetainResponse:
         keys = wire.keys_from_wire(request.keys)
         ttl_s = request.ttl_s or math.inf
         held = await asyncio.to_thread(self.shard.retain, request.namespace, keys, ttl_s)
         return pb.RetainResponse(held=held)
 
     @_answers
-    async def pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
+    async def pin(self, request: pb.PinRequest, call: Admission) -> pb.PinResponse:
         keys = wire.keys_from_wire(request.keys)
         lease_id, pinned = self.shard.pin(request.namespace, keys, request.lease_s)
         return pb.PinResponse(lease_id=lease_id, pinned=pinned)
 
     @_answers
-    async def unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
+    async def unpin(self, request: pb.UnpinRequest, call: Admission) -> pb.UnpinResponse:
         return pb.UnpinResponse(unpinned=self.shard.table.unpin(request.lease_id))
 
     @_answers
-    async def drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+    async def drain(self, request: pb.DrainRequest, call: Admission) -> pb.DrainResponse:
         timeout_s = min(request.timeout_s, DRAIN_S_MAX)
         return pb.DrainResponse(bytes_left=await asyncio.to_thread(self.shard.drain, timeout_s))
 
     @_answers
-    async def delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
+    async def delete(self, request: pb.DeleteRequest, call: Admission) -> pb.DeleteResponse:
         keys = wire.keys_from_wire(request.keys)
         if request.erase:
-            erased = await self._erase(Scope.of(request.namespace, keys), request.at_s)
+            scope = Scope.of(request.namespace, keys, call.pattern_of(request))
+            erased = await self._erase(scope, request.at_s)
             return pb.DeleteResponse(deleted=erased.chunks, erased=self._erased_to_wire(erased))
-        deleted = self.shard.delete(request.namespace, keys)
+        deleted = self.shard.delete(request.namespace, keys, call.pattern_of(request))
         await self._wait_for_flush()
         return pb.DeleteResponse(deleted=deleted)
 
     async def _erase(self, scope: Scope, at_s: float) -> Removed:
-        erasing = partial(self.shard.erase, scope, at_s)
-        return await asyncio.get_running_loop().run_in_executor(self._erasers, erasing)
+        if not 0.0 <= at_s < math.inf:
+            raise InvalidField("at_s", f"{at_s} is not a time in Unix seconds")
+        erasing = asyncio.create_task(self._run_steps(self.shard.erasing(scope, at_s)))
+        self._erasing.add(erasing)
+        erasing.add_done_callback(self._end_erasing)
+        # An erasure goes on if its client leaves.
+        return await asyncio.shield(erasing)
+
+    def _end_erasing(self, erasing: asyncio.Task[Removed]) -> None:
+        self._erasing.discard(erasing)
+        if not erasing.cancelled():
+            erasing.exception()  # its client may have left
+
+    async def _run_steps(self, steps: Steps[Removed]) -> Removed:
+        """Do steps on threads, which they hold only while they run."""
+        loop = asyncio.get_running_loop()
+        while True:
+            found = await loop.run_in_executor(self._erasers, _do_step, steps)
+            if isinstance(found, Removed):
+                return found
+            await asyncio.sleep(found)
 
     def _erased_to_wire(self, erased: Removed) -> pb.Erased:
         tiers = [
@@ -369,7 +401,9 @@ class ChunkStoreService:
         return pb.Erased(shard_id=self.shard.shard_id, tiers=tiers, gone_at_s=erased.gone_at_s)
 
     @_answers
-    async def list_erasures(self, request: pb.ListErasuresRequest, context: Any) -> pb.ListErasuresResponse:
+    async def list_erasures(
+        self, request: pb.ListErasuresRequest, call: Admission
+    ) -> pb.ListErasuresResponse:
         erasures = self.shard.erasures
         answer = pb.ListErasuresResponse(shard_id=self.shard.shard_id)
         after = erasures.newest
@@ -381,11 +415,16 @@ class ChunkStoreService:
         found = erasures.after(after, limit, request.learned)
         answer.next = found.next
         answer.merged.extend(
-            pb.MergedErasures(namespace=namespace, number=mark.number, at_s=mark.at_s)
-            for namespace, mark in found.merged.items()
+            pb.MergedErasures(pattern=pattern, number=mark.number, at_s=mark.at_s)
+            for pattern, mark in found.merged.items()
         )
         answer.erasures.extend(
-            pb.Erasure(namespace=one.namespace, key=one.key.digest if one.key else b"", at_s=one.at_s)
+            pb.Erasure(
+                namespace=one.namespace,
+                key=one.key.digest if one.key else b"",
+                at_s=one.at_s,
+                within=one.within,
+            )
             for one in found.erasures
         )
         return answer
@@ -395,7 +434,7 @@ class ChunkStoreService:
         await asyncio.gather(*map(asyncio.wrap_future, self.shard.flush_writers()))
 
     @_answers
-    async def list(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+    async def list(self, request: pb.ListRequest, call: Admission) -> pb.ListResponse:
         return await asyncio.to_thread(self._build_list_page, request)
 
     def _build_list_page(self, request: pb.ListRequest) -> pb.ListResponse:
@@ -412,35 +451,39 @@ class ChunkStoreService:
         return response
 
     @_answers
-    async def clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
+    async def clear(self, request: pb.ClearRequest, call: Admission) -> pb.ClearResponse:
+        scope = Scope(request.namespace, within=call.pattern_of(request))
         if request.erase:
-            erased = await self._erase(Scope(request.namespace), request.at_s)
+            erased = await self._erase(scope, request.at_s)
             return pb.ClearResponse(deleted=erased.chunks, erased=self._erased_to_wire(erased))
-        deleted = await asyncio.to_thread(self.shard.clear, request.namespace)
+        deleted = await asyncio.to_thread(self.shard.clear, request.namespace, scope.within)
         await self._wait_for_flush()
         return pb.ClearResponse(deleted=deleted)
 
     @_answers
-    async def put_report(self, request: pb.PutReportRequest, context: Any) -> pb.PutReportResponse:
+    async def put_report(self, request: pb.PutReportRequest, call: Admission) -> pb.PutReportResponse:
         await asyncio.to_thread(self.shard.reports.put, *_report_address(request), request.document)
         return pb.PutReportResponse()
 
     @_answers
-    async def get_report(self, request: pb.GetReportRequest, context: Any) -> pb.GetReportResponse:
+    async def get_report(self, request: pb.GetReportRequest, call: Admission) -> pb.GetReportResponse:
         return pb.GetReportResponse(document=self.shard.reports.get(*_report_address(request)))
 
     @_answers
-    async def stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
-        return stats_to_wire(self.shard, self.bytes_read)
+    async def stats(self, request: pb.StatsRequest, call: Admission) -> pb.StatsResponse:
+        stats = stats_to_wire(self.shard, self.bytes_read)
+        return stats if call.caller.is_unrestricted else _without_use(stats)
 
     @_answers
-    async def verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
+    async def verify(self, request: pb.VerifyRequest, call: Admission) -> pb.VerifyResponse:
         keys = wire.keys_from_wire(request.keys)
         if len(request.failed_salts) > len(keys):
             raise InvalidField("failed_salts", f"{len(request.failed_salts)} for {len(keys)} keys")
         failed_salts = frozenset(request.failed_salts)
-        verifying = partial(self.shard.verify, request.namespace, keys, failed_salts)
-        intact = await asyncio.get_running_loop().run_in_executor(self._verifiers, verifying)
+        intact: dict[ChunkKey, bool] = {}
+        for key in dict.fromkeys(keys):  # one at a time, so that concurrent calls take turns
+            verifying = partial(self.shard.verify, request.namespace, [key], failed_salts)
+            intact |= await asyncio.get_running_loop().run_in_executor(self._verifiers, verifying)
         return pb.VerifyResponse(
             intact=sum(intact.values()),
             absent=len(set(keys)) - len(intact),
@@ -448,20 +491,18 @@ class ChunkStoreService:
         )
 
     def generic_handler(self) -> Any:
-        """Return the handlers of every RPC: `put_chunk_kv` for `PutChunkKV`. Bulk RPCs exchange bytes, which
-        gRPC does not serialise again."""
-        handlers = {}
-        for rpc in pb.DESCRIPTOR.services_by_name["ChunkStore"].methods:
-            handler = getattr(self, re.sub(r"(?<=[a-z])(?=[A-Z])", "_", rpc.name).lower())
-            parse = getattr(pb, rpc.input_type.name).FromString
-            if rpc.client_streaming:
-                made = grpc.stream_unary_rpc_method_handler(handler, None, _serialize_response)
-            elif rpc.server_streaming:
-                made = grpc.unary_stream_rpc_method_handler(handler, parse)
-            else:
-                made = grpc.unary_unary_rpc_method_handler(handler, parse, _serialize_response)
-            handlers[rpc.name] = made
+        """Return the handlers of every RPC."""
+        handlers = {rpc.name: build_handler(getattr(self, name)) for name, rpc in _RPCS.items()}
         return grpc.method_handlers_generic_handler(wire.SERVICE, handlers)
+
+
+def _do_step(steps: Steps[Removed]) -> float | Removed:
+    """Return the time before the next step, or the result after the last one."""
+    try:
+        return next(steps)
+    except StopIteration as end:
+        removed: Removed = end.value
+        return removed
 
 
 class _Cut(NotFound):
@@ -477,10 +518,6 @@ def _end_now(loop: asyncio.AbstractEventLoop, timer: asyncio.Timeout) -> None:
 
     with suppress(RuntimeError):  # the server, and with it the call, has ended
         loop.call_soon_threadsafe(expire)
-
-
-def _serialize_response(message: Any) -> Any:
-    return message.SerializeToString()
 
 
 def _entry_to_found(entry: ChunkEntry | None) -> pb.Found:
@@ -525,6 +562,18 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
         quarantined=counters.quarantined,
         draining=shard.table.draining,
         bytes_read=bytes_read,
+    )
+
+
+def _without_use(stats: pb.StatsResponse) -> pb.StatsResponse:
+    """Return what a caller may see that is bound to some namespaces: nothing that others' use changes."""
+    tiers = [pb.TierStats(name=tier.name, bytes_capacity=tier.bytes_capacity) for tier in stats.tiers]
+    return pb.StatsResponse(
+        shard_id=stats.shard_id,
+        protocol_version=stats.protocol_version,
+        format_version=stats.format_version,
+        draining=stats.draining,
+        tiers=tiers,
     )
 
 

@@ -10,17 +10,18 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import blake3
 import lmdb
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
-from kintsugi.core.namespaces import NamespaceRules, enclosing
+from kintsugi.core.namespaces import EVERY_NAMESPACE, NamespaceRules, matches
 from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.store.protocol.interface import Erasure, ErasureRange
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
@@ -55,6 +56,13 @@ ERASE_GRACE_S = 2.0
 client needs to read its chunks."""
 CUT_PERIOD_S = 1.0
 """Interval at which an erasure cuts the calls that it waits for."""
+FREE_POLL_S, FREE_POLL_S_MAX = 0.02, 0.1
+"""Shortest and longest time between two looks whether chunks are still in use."""
+
+T = TypeVar("T")
+Steps = Generator[float, None, T]
+"""Work in steps: what is yielded is the time in seconds before the next step. No step waits for a client, so
+the work of many clients can share a few threads."""
 
 
 class Shard:
@@ -264,21 +272,26 @@ class Shard:
 
         self.table.unrecorded.record(record)
 
-    def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Delete chunks. Returns how many were stored. Durable when `flush_writers` is done."""
+    def delete(self, namespace: str, keys: Sequence[ChunkKey], within: str = EVERY_NAMESPACE) -> int:
+        """Delete chunks. Returns how many were stored. Durable when `flush_writers` is done. `within`: the
+        pattern of namespaces that the caller may use."""
         self._check(namespace)
-        return self.table.remove(Scope.of(namespace, keys)).chunks
+        return self.table.remove(Scope.of(namespace, keys, within)).chunks
 
-    def clear(self, namespace: str) -> int:
+    def clear(self, namespace: str, within: str = EVERY_NAMESPACE) -> int:
         """Delete a namespace's chunks. Returns how many were stored."""
         self._check(namespace)
-        return self.table.remove(Scope(namespace)).chunks
+        return self.table.remove(Scope(namespace, within=within)).chunks
 
     def erase(self, scope: Scope, at_s: float, timeout_s: float = ERASE_S_MAX) -> Removed:
+        """Do the steps of `erasing` in this thread. Blocks while clients use the chunks."""
+        return _run_through(self.erasing(scope, at_s, timeout_s))
+
+    def erasing(self, scope: Scope, at_s: float, timeout_s: float = ERASE_S_MAX) -> Steps[Removed]:
         """Delete the chunks whose saves were requested until `at_s` (Unix seconds; 0: now), wipe their bytes,
         and record the erasure, so that later puts of such chunks are refused.
 
-        Blocks while clients use the chunks; cuts their calls after `ERASE_GRACE_S`. Raises
+        Waits while clients use the chunks; cuts their calls after `ERASE_GRACE_S`. Raises
         `ResourceExhausted` before anything is deleted; `DeadlineExceeded` or `Unavailable` if the chunks are
         deleted but some bytes may remain.
         """
@@ -286,30 +299,36 @@ class Shard:
         now_s = self._wall_clock()
         scope = replace(scope, until_s=min(at_s or now_s, now_s + CLOCKS_DIFFER_S))
         keys = (None,) if scope.keys is None else sorted(scope.keys)
-        erasures = [Erasure(scope.namespace, key, scope.until_s) for key in keys]
+        erasures = [Erasure(scope.namespace, key, scope.until_s, scope.within) for key in keys]
         removed = self.table.remove(scope)  # first: caches that follow the record must not find the chunks
         scope = replace(scope, until_s=self.erasures.record(erasures, tiers=self._tier_names))
-        self._wipe(scope, removed, timeout_s)
+        yield from self._wiping(scope, removed, timeout_s)
         removed.gone_at_s = self._wall_clock()
         return removed
 
-    def _wipe(self, scope: Scope, removed: Removed, timeout_s: float = ERASE_S_MAX) -> None:
+    def _wiping(self, scope: Scope, removed: Removed, timeout_s: float = ERASE_S_MAX) -> Steps[None]:
         """Delete the chunks that a recorded erasure covers, count them in `removed`, and wipe their bytes.
-        Raises like `erase`."""
-        deadline_s = time.monotonic() + timeout_s
+        Raises like `erasing`."""
+        began_s = time.monotonic()
+        cut_s, wait_s = began_s + ERASE_GRACE_S, FREE_POLL_S
         removed.add(self.table.remove(scope))
-        flushed, late = wait(self.flush_writers(), timeout_s)
-        for one in flushed:
-            one.result()
-        wait_s = ERASE_GRACE_S
-        while late or not self.table.await_free(scope, min(wait_s, deadline_s - time.monotonic())):
-            if late or time.monotonic() >= deadline_s:
+        flushes = self.flush_writers()
+        while not all(flush.done() for flush in flushes) or self.table.is_in_hand(scope):
+            now_s = time.monotonic()
+            if now_s >= began_s + timeout_s:
                 raise DeadlineExceeded(
                     f"chunks of {scope.namespace!r} were deleted but are still in use; erase them again"
                 )
-            self.holders.cut(scope)
-            wait_s = CUT_PERIOD_S  # a call may have begun just before its chunks were deleted
-        self._wiper.run(self._wipe_tiers)
+            if now_s >= cut_s:
+                self.holders.cut(scope)
+                cut_s = now_s + CUT_PERIOD_S  # a call may have begun just before its chunks were deleted
+            yield wait_s
+            wait_s = min(2 * wait_s, FREE_POLL_S_MAX)
+        for flush in flushes:
+            flush.result()
+        wiping = self._wiper.join()
+        while not self._wiper.run(wiping, self._wipe_tiers):
+            yield FREE_POLL_S
 
     def apply_erasures(self, peer: str, found: ErasureRange) -> None:
         """Apply erasures that another shard has recorded and this one has missed.
@@ -317,19 +336,19 @@ class Shard:
         `found`: the erasures of the shard `peer` after its number `self.erasures.seen_of(peer)`. For merged
         erasures the erased chunks are unknown, so every chunk that such an erasure may cover is deleted.
         Raises like `erase`."""
-        for namespace, mark in found.merged.items():
+        for pattern, mark in found.merged.items():
             held = {entry.manifest.namespace for entry in self.table.entries()}
-            doomed = sorted(name for name in held if namespace in ("", *enclosing(name)))
+            doomed = sorted(name for name in held if matches(pattern, name))
             log.warning(
                 "shard %s has merged erasures that this shard missed, in %d namespaces", peer, len(doomed)
             )
-            self.erasures.merge(namespace, mark.at_s)
+            self.erasures.merge(pattern, mark.at_s)
             for name in doomed:
-                self._wipe(Scope(name, None, mark.at_s), Removed())
+                _run_through(self._wiping(Scope(name, None, mark.at_s), Removed()))
         missed = [erasure for erasure in found.erasures if not self.erasures.is_known(erasure)]
         self.erasures.record(missed, learned=True, tiers=self._tier_names)
         for scope in scopes_of(missed):
-            self._wipe(scope, Removed())
+            _run_through(self._wiping(scope, Removed()))
         self.erasures.note_seen(peer, found.next)
 
     def _wipe_tiers(self) -> None:
@@ -435,6 +454,16 @@ class Shard:
         self.ram.arena.close()
         if self._home is not None:
             self._home.close()
+
+
+def _run_through(steps: Steps[T]) -> T:
+    """Do all steps in this thread, and return their result."""
+    while True:
+        try:
+            time.sleep(next(steps))
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def _name_of(tier: LowerTier) -> str:

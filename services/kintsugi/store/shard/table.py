@@ -20,7 +20,7 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard import life
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, EntryIndex, Residence
-from kintsugi.store.shard.erasure import CLEAR_BATCH, FREE_POLL_S, Deletions, Removed, Scope, is_in_hand
+from kintsugi.store.shard.erasure import CLEAR_BATCH, Deletions, Removed, Scope, is_in_hand
 from kintsugi.store.shard.eviction.room import (
     NO_SSD_TIER,
     RATIO,
@@ -297,7 +297,7 @@ class EntryTable:
             else:
                 addresses = [(scope.namespace, key) for key in scope.keys]
             if not scope.is_erasure:  # erasures are recorded with their time
-                self._deletions.note([scope.namespace] if scope.keys is None else addresses)
+                self._deletions.note([scope.namespace] if scope.keys is None else addresses, scope.within)
         for start in range(0, len(addresses), CLEAR_BATCH):
             with self._lock:
                 batch = self._find_all(addresses[start : start + CLEAR_BATCH])
@@ -306,15 +306,10 @@ class EntryTable:
                     self._forget(entry)
         return removed
 
-    def await_free(self, scope: Scope, timeout_s: float) -> bool:
-        """Wait until no call or thread uses the bytes of removed chunks. Returns False after a timeout."""
-        deadline_s = self._clock() + timeout_s
+    def is_in_hand(self, scope: Scope) -> bool:
+        """Return whether any call or thread still uses the bytes of removed chunks."""
         with self._lock:
-            while is_in_hand(scope, self._tiers, self._puts, self._demoting):
-                if self._clock() >= deadline_s:
-                    return False
-                self._changed.wait(FREE_POLL_S)  # not every release notifies
-            return True
+            return is_in_hand(scope, self._tiers, self._puts, self._demoting)
 
     def take_leftovers(self, start: int, stop: int) -> list[tuple[int, int]]:
         """As `ExtentAllocator.take_leftovers`, of RAM."""

@@ -23,6 +23,7 @@ from kintsugi.gateway.fronts.limits import parse_object
 from kintsugi.gateway.requests import ServedRequest
 from kintsugi.store.protocol.access import ANYONE, TokenFile
 from kintsugi.store.protocol.audit import AuditLog
+from tests.audit_lines import read_audit
 from tests.fakes.stub_backend import StubDelays
 from tests.unit.gateway.console.test_routes import ASKED, COMPARE, DOCUMENT, LOCAL, Opened, run, tokens_of
 
@@ -178,7 +179,7 @@ def test_comparisons_and_their_puts_are_audited_however_they_end(tmp_path: Path)
             opened.backend.down = True
             assert (await opened.compare(asked, headers=headers))[-1]["event"] == "failed"
             await opened.http.post(COMPARE, json=asked)
-        lines = [json.loads(line) for line in audit.path.read_text().splitlines()]
+        lines = read_audit(tmp_path / "audit")
         told = [(one["method"], one["verb"], one["result"], one["namespace"], one["caller"]) for one in lines]
         assert told == [
             ("PutChunks", "put", "OK", "mine", "tester"),

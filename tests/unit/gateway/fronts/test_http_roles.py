@@ -20,6 +20,7 @@ from kintsugi.gateway.fronts.openai_answer import Piece
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.store.protocol.access import Access, Caller, TokenFile, Verb
 from kintsugi.store.protocol.audit import AuditLog
+from tests.audit_lines import read_audit
 from tests.authority import Authority
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
 from tests.unit.gateway.fronts.test_http import CHAT, Tokens, client, error_of, run, scripted
@@ -203,7 +204,7 @@ def test_the_audit_log_says_who_asked_over_http(tmp_path: Path) -> None:
             await caller.post(CHAT_PATH, json=CHAT)
 
     run(body)
-    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    lines = read_audit(tmp_path)
     told = [(line["caller"], line["verb"], line["namespace"], line["result"]) for line in lines]
     assert told == [
         ("someone", "generate", "acme", "200"),

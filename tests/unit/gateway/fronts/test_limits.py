@@ -16,8 +16,8 @@ from kintsugi.gateway.fronts import limits
 from kintsugi.gateway.fronts.errors import Problem
 from kintsugi.gateway.fronts.limits import RequestLimits
 from kintsugi.gateway.gateway import GatewayLimits
-from kintsugi.gateway.requests import SLOTS, Quota
 from kintsugi.store.protocol import access
+from kintsugi.store.protocol.quota import SLOTS, Quota
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,11 +83,17 @@ def test_what_nobody_reads_is_not_counted_unless_asked_for(
     from ray._private.node import Node
 
     start_log_monitor, during = Node.start_log_monitor, []
-    monkeypatch.setattr("ray.init", lambda **options: during.append(Node.start_log_monitor))
+    folders: list[Path] = []
+
+    def init(**options: Any) -> None:
+        during.append(Node.start_log_monitor)
+        folders.append(Path(options["_temp_dir"]))
+
+    monkeypatch.setattr("ray.init", init)
     settings = {**RAY_ENVIRONMENT, **UNREAD}
     for name in settings:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "new"))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_event_stats", "true")
     start_local_ray()
@@ -94,4 +101,6 @@ def test_what_nobody_reads_is_not_counted_unless_asked_for(
     assert found == {**settings, "RAY_event_stats": "true"}
     assert found["RAY_memory_monitor_refresh_ms"] == found["RAY_worker_oom_score_adjustment"] == "0"
     assert during != [start_log_monitor]
+    assert folders == [tmp_path / f"new/kintsugi-{os.getuid()}/ray"]
+    assert mode_of(folders[0].parent) == 0o700
     assert Node.start_log_monitor is start_log_monitor, "other users of Ray in this process keep theirs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -11,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.core.errors import NotFound, ResourceExhausted
+from kintsugi.core.errors import NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.interface import Erasure, ErasureMark, ErasureRange
 from kintsugi.store.shard import erasure as erasures_module
-from kintsugi.store.shard.erasure import AWAY_S_MAX, Erasures, Scope, Shared, scopes_of
+from kintsugi.store.shard.erasure import AWAY_S_MAX, Deletions, Erasures, Scope, Shared, scopes_of
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.extents import GRANULE_BYTES, Leftovers
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -37,7 +36,7 @@ def shard() -> Iterator[Shard]:
 
 
 def apply(shard: Shard, peer: str, erasures: Sequence[Erasure], next: int, **merged: ErasureMark) -> None:
-    marks = {name.replace("everything", ""): mark for name, mark in merged.items()}
+    marks = {name.replace("everything", "*"): mark for name, mark in merged.items()}
     shard.apply_erasures(peer, ErasureRange(erasures, next, marks))
 
 
@@ -175,7 +174,7 @@ def test_records_are_dropped_only_when_every_shard_has_applied_them(monkeypatch:
     erasures.record([one(1, 20.0, "last")])
     assert len(erasures) == 15
     ((name, mark),) = erasures.after(0, 100, learned=True).merged.items()
-    assert (name, mark) == ("", ErasureMark(2, 2.0))
+    assert (name, mark) == ("*", ErasureMark(2, 2.0))
     assert erasures.cover(("anybody", key(9)), 2.0), "a put that waited for so long is refused"
     assert not erasures.cover(("anybody", key(9)), 2.0, 2), "another shard's copy is taken"
     assert not erasures.cover(("anybody", key(9)), 2.5)
@@ -183,6 +182,43 @@ def test_records_are_dropped_only_when_every_shard_has_applied_them(monkeypatch:
         now_s += AWAY_S_MAX / 2
         erasures.record([one(1, 30.0 + number, f"later{number}")])
     assert len(erasures) <= 16
+
+
+def test_a_flood_of_erasures_merges_only_what_its_caller_may_delete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token for `pre*` erases in many namespaces; one shard is away and has applied nothing."""
+    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 64)
+    erasures = Erasures(tmp_path / "erasures")
+    erasures.note_seen("away", 1)
+    erasures.record([Erasure("team-b", key(1), 1.0, "team-b"), Erasure("other", None, 1.0)])
+    for number in range(500):
+        erasures.record([Erasure(f"pre{number}", key(number % 200), 2.0 + number, "pre*")])
+    assert len(erasures) <= 64
+    erasures.close()
+    again = Erasures(tmp_path / "erasures")
+    (pattern, mark), *others = again.after(0, 1000, learned=True).merged.items()
+    assert (pattern, others) == ("pre*", [])
+    assert again.is_known(Erasure("team-b", key(1), 1.0))
+    assert again.is_known(Erasure("other", None, 1.0))
+    assert again.cover(("pre1", key(9)), mark.at_s)
+    assert not again.cover(("team-b", key(9)), 0.5)
+    assert [one.within for one in again.after(0, 2, learned=True).erasures] == ["team-b", "*"]
+    again.close()
+
+
+def test_a_flood_of_deletions_refuses_only_copies_that_its_caller_may_delete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(erasures_module, "DELETIONS_MAX", 8)
+    deletions = Deletions(lambda: 1000.0)
+    deletions.note([("team-b", key(1)), ("team-b", key(2))], "team-b")
+    for number in range(100):
+        deletions.note([(f"pre{number}", key(1))], "pre*")
+    assert deletions.cover(("team-b", key(1)))
+    assert not deletions.cover(("team-b", key(3)))
+    assert deletions.cover(("pre1", key(9))), "it may have been among the first"
+    assert not deletions.cover(("other", key(1)))
 
 
 def test_a_shard_that_missed_a_flood_gives_up_that_namespaces_older_chunks(shard: Shard) -> None:
@@ -294,22 +330,20 @@ def test_leftovers_are_free_runs_that_were_written() -> None:
 def test_work_is_shared_by_those_who_wait_for_it() -> None:
     shared = Shared()
     runs: list[int] = []
-    began, go_on = threading.Event(), threading.Event()
+    first, *others = (shared.join() for _ in range(5))
+    late: list[bool] = []
 
     def work() -> None:
         runs.append(len(runs))
         if len(runs) == 1:
-            began.set()
-            assert go_on.wait(10)
+            late.append(shared.run(shared.join(), work))
 
-    threads = [threading.Thread(target=shared.run, args=(work,)) for _ in range(5)]
-    threads[0].start()
-    assert began.wait(10)
-    for thread in threads[1:]:
-        thread.start()
-    while shared._asked < len(threads):
-        pass
-    go_on.set()
-    for thread in threads:
-        thread.join(10)
-    assert runs == [0, 1], "the first was under way; one more does for all others"
+    assert shared.run(first, work)
+    assert runs == [0]
+    assert late == [False], "it came when the run had begun, and does not wait for its end"
+    assert all(shared.run(one, work) for one in others)
+    assert shared.run(6, work)
+    assert runs == [0, 1], "one more run does for whoever came during the first"
+    shared.close()
+    with pytest.raises(Unavailable):
+        shared.run(shared.join(), work)

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, ResourceExhausted
+from kintsugi.store.protocol.files import make_private
 from kintsugi.store.shard.entry import ChunkEntry, Copying, MakePolicy, Residence
 from kintsugi.store.shard.eviction.policy import Lru
 from kintsugi.store.shard.tiers.extents import BLOCK_BYTES, ExtentAllocator, Strides, windows_of
@@ -45,7 +46,7 @@ class Slab:
     """A file of `capacity_bytes`. Thread-safe: positions are explicit. Methods raise `OSError`."""
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
-        """Raises `ResourceExhausted` if the filesystem has no room for the file."""
+        """Raises `ResourceExhausted` if the filesystem has no room for it, `InvalidField` for a link."""
         self.path = path
         self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
         self._fd = self._open_file()
@@ -64,14 +65,15 @@ class Slab:
             ) from error
 
     def _open_file(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        make_private(self.path)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            return os.open(self.path, flags | os.O_DIRECT, 0o600)
+            return os.open(self.path, flags | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
         log.warning("%s: the filesystem refuses O_DIRECT; frames go through the page cache", self.path)
-        return os.open(self.path, flags, 0o600)
+        return os.open(self.path, flags)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """Write the views one after the other, from `offset` on."""

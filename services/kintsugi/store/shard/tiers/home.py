@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, InvalidField, Unavailable, VersionMismatch
-from kintsugi.store.protocol.files import make_folder, write_durably
+from kintsugi.store.protocol.files import make_folder, make_private, write_durably
 
 DATA_FORMAT_VERSION = 1
 """Format of the files below a data directory. Chunk keys do not depend on it."""
@@ -28,12 +28,13 @@ class Home:
         """Open or create. `shard_id`: the expected owner; None: the recorded owner, or a new one.
 
         Raises `Unavailable` if another process has locked it, `VersionMismatch` for another format,
-        `InvalidField` if it belongs to another shard or cannot be written.
+        `InvalidField` if it belongs to another shard, cannot be written or holds links.
         """
         self.path = path
         try:
             make_folder(path)
-            self._lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            make_private(path / _LOCK)
+            self._lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise InvalidField("data-dir", f"{path} cannot be written ({error.strerror})") from error
         try:
@@ -55,6 +56,7 @@ class Home:
             identity = {"format_version": DATA_FORMAT_VERSION, "shard_id": new_id}
             write_durably(file, json.dumps(identity).encode())
             return new_id
+        make_private(file)
         try:
             document = json.loads(file.read_bytes())
             self._check_format(document["format_version"])  # first: other formats may have other fields

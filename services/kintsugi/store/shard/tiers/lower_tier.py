@@ -32,7 +32,7 @@ from kintsugi.core.layout import FORMAT, ChunkManifest
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol import wire
-from kintsugi.store.protocol.files import PRIVATE_MODE, sync_path
+from kintsugi.store.protocol.files import make_private, sync_path
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, MakePolicy, Residence
 from kintsugi.store.shard.tiers.extents import BLOCK_BYTES, Extent, Strides
 
@@ -90,8 +90,12 @@ def _pad_if_cut(env: lmdb.Environment, file: Path) -> None:
         os.truncate(file, size)
 
 
-def _open_env(path: Path, map_size: int) -> lmdb.Environment:
-    return lmdb.open(str(path), map_size=map_size, max_readers=_READERS_MAX, mode=PRIVATE_MODE)
+def open_private(folder: Path, map_size: int, readers_max: int = 126) -> lmdb.Environment:
+    """Open the LMDB environment in a folder, whose files only their owner may read. Raises `lmdb.Error`,
+    `OSError`, and `InvalidField` for a link."""
+    for name in (_FILE, "lock.mdb"):
+        make_private(folder / name)
+    return lmdb.open(str(folder), map_size=map_size, max_readers=readers_max)
 
 
 class Catalog:
@@ -103,7 +107,7 @@ class Catalog:
         self._path = path
         shutil.rmtree(path / _REWRITTEN, ignore_errors=True)  # a crash may have left it
         self._write_lock = threading.Lock()
-        self._env = _open_env(path, _MAP_BYTES_MIN)
+        self._env = open_private(path, _MAP_BYTES_MIN, _READERS_MAX)
         sync_path(path)
         _pad_if_cut(self._env, path / _FILE)
         self._grow_if_full()
@@ -162,7 +166,7 @@ class Catalog:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir()
             with (
-                closing(_open_env(fresh, map_size)) as copy,
+                closing(open_private(fresh, map_size, _READERS_MAX)) as copy,
                 self._env.begin() as source,
                 copy.begin(write=True) as target,
             ):
@@ -173,7 +177,7 @@ class Catalog:
                 os.replace(fresh / _FILE, self._path / _FILE)
                 sync_path(self._path)
             finally:
-                self._env = _open_env(self._path, map_size)
+                self._env = open_private(self._path, map_size, _READERS_MAX)
             shutil.rmtree(fresh, ignore_errors=True)
 
     def _grow_if_full(self) -> None:

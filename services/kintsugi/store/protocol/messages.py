@@ -11,19 +11,20 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.rpc.v1 import gateway_pb2 as pb
 
 
 def parse_message(kind: Any, data: bytes) -> Any:
-    """Decode a message of gateway.proto. Raises `InvalidField`, which names a text that is not UTF-8, or
-    `request` if the bytes are not such a message."""
+    """Decode a message of one of our services. Raises `InvalidField`, which names a text that is not UTF-8,
+    or `request` if the bytes are not such a message."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
         problem = str(error)
     name = kind.DESCRIPTOR.full_name
     try:
-        untyped = GetMessageClass(_without_texts().FindMessageTypeByName(name)).FromString(data)
+        untyped = GetMessageClass(
+            _without_texts(kind.DESCRIPTOR.file).FindMessageTypeByName(name)
+        ).FromString(data)
     except DecodeError:
         pass
     else:
@@ -32,11 +33,11 @@ def parse_message(kind: Any, data: bytes) -> Any:
 
 
 @cache
-def _without_texts() -> DescriptorPool:
-    """Return the messages of gateway.proto with bytes in place of texts: the same wire format, but decoding
+def _without_texts(declared: Any) -> DescriptorPool:
+    """Return the messages of a proto file with bytes in place of texts: the same wire format, but decoding
     does not fail at a text that is not UTF-8, and does not hide which one it is."""
     pool = DescriptorPool()
-    for source in (*pb.DESCRIPTOR.dependencies, pb.DESCRIPTOR):
+    for source in (*declared.dependencies, declared):
         file = FileDescriptorProto()
         source.CopyToProto(file)
         for field in (field for message in file.message_type for field in message.field):

@@ -1,0 +1,77 @@
+"""What shards answer about erasures, and the cursors of clients that follow them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.namespaces import check_namespace_pattern
+from kintsugi.core.spaces import ChunkKey, check_namespace
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasureMark, ErasureRange
+from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
+
+
+def erasures_of_wire(answer: pb.ListErasuresResponse) -> ErasureRange:
+    """Raises `InvalidField`. Times ahead of this machine's clock are reduced to it: an erasure of the far
+    future would cover all later chunks."""
+    latest_s = time.time() + CLOCKS_DIFFER_S
+
+    def read_time(at_s: float) -> float:
+        if not 0.0 <= at_s < math.inf:
+            raise InvalidField("at_s", f"{at_s} is not a time in Unix seconds")
+        return min(at_s, latest_s)
+
+    erasures = [
+        Erasure(
+            check_namespace(one.namespace),
+            ChunkKey(one.key) if one.key else None,
+            read_time(one.at_s),
+            check_namespace_pattern(one.within, "within"),
+        )
+        for one in answer.erasures
+    ]
+    merged = {
+        check_namespace_pattern(one.pattern, "pattern"): ErasureMark(one.number, read_time(one.at_s))
+        for one in answer.merged
+    }
+    return ErasureRange(erasures, answer.next, merged, answer.shard_id)
+
+
+def places_of(erased: pb.Erased) -> list[ErasedPlace]:
+    """Return the tiers that held erased chunks, or the shard if none did."""
+    shard = f"shard {erased.shard_id}"
+    return [
+        ErasedPlace(f"{shard}/{tier.tier}", tier.chunks, tier.size_bytes, erased.gone_at_s)
+        for tier in erased.tiers
+    ] or [ErasedPlace(shard, 0, 0, erased.gone_at_s)]
+
+
+def join_places(places: Iterable[ErasedPlace]) -> list[ErasedPlace]:
+    """Return one entry for each place, with the sums over all calls."""
+    joined: dict[str, ErasedPlace] = {}
+    for place in places:
+        before = joined.get(place.place, ErasedPlace(place.place, 0, 0, 0.0))
+        joined[place.place] = ErasedPlace(
+            place.place,
+            before.items + place.items,
+            before.size_bytes + place.size_bytes,
+            max(before.gone_at_s, place.gone_at_s),
+        )
+    return list(joined.values())
+
+
+def read_cursor(cursor: str) -> dict[str, int]:
+    """Return the numbers in a cursor by shard. Raises `InvalidField`."""
+    try:
+        seen = json.loads(cursor) if cursor else {}
+        return {str(shard_id): int(number) for shard_id, number in seen.items()}
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+        raise InvalidField("cursor", "is not a cursor that `erasures` returned") from None
+
+
+def write_cursor(seen: Mapping[str, int]) -> str:
+    return json.dumps(dict(sorted(seen.items())))
