@@ -11,13 +11,10 @@ import grpc
 import pytest
 
 from kintsugi.sdk.transport import ClientOptions, Transport
-from kintsugi.serving.directory import DirectoryService
 from kintsugi.store.client.directory import GrpcDirectory, ShardAddress, ShardMap
 from kintsugi.store.protocol import tls
 from kintsugi.store.protocol.wire import CLIENT_OPTIONS, CONNECTION_OPTIONS
-from kintsugi.store.shard.server import ServerOptions, ShardServer
-from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.fakes.directory_server import serving_directory
 from tests.fakes.fixed_directory import FixedDirectory
 from tests.waiting import wait_until
 
@@ -66,10 +63,7 @@ class Address:
 
 def serve_map(stack: ExitStack, version: int) -> tuple[str, ShardMap]:
     shards = ShardMap(version, (ShardAddress("a", f"127.0.0.1:{version}"),), directory="d", epoch=version)
-    handler = DirectoryService(FixedDirectory(shards)).generic_handler()
-    options = ServerOptions(extra_handlers=(handler,))
-    server = stack.enter_context(ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", options))
-    return server.address, shards
+    return stack.enter_context(serving_directory(FixedDirectory(shards))), shards
 
 
 def test_the_watch_of_a_lost_directory_finds_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
