@@ -13,6 +13,8 @@ import pytest
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.gateway.console.comparison import parts_of, view_of
 from kintsugi.gateway.console.routes import FILES
+from kintsugi.models.bundled import bundled_checkpoint
+from kintsugi.precompute.chunking import Chunker
 from kintsugi.store.protocol.access import TokenFile
 from tests.fakes.console_service import LAYERS, ConsoleService, console_service
 from tests.unit.cli.fakes import PROMPT, explained_accounting
@@ -158,6 +160,44 @@ def test_a_log_says_what_would_have_been_saved_and_names_broken_lines(
     assert "line 5 is no JSON; line 6 is no JSON object" in problem_in(page, "#log")
     # Three of four requests have the chunks of the first at other places; 15 % of that is recomputed.
     assert "saved 64 % of the prefill work" in page.inner_text("#log h2")
+
+
+def test_a_chosen_log_is_worked_out_again_with_another_share(
+    service: ConsoleService, open_page: OpenPage, tmp_path: Path
+) -> None:
+    chunks = [f"chunk {number} " + "words and more words " * 20 for number in range(4)]
+    lines = [json.dumps({"chunks": [*chunks[at:], *chunks[:at]], "question": "?"}) for at in range(4)]
+    file = tmp_path / "requests.jsonl"
+    file.write_text("\n".join(lines))
+    page = open_page(f"{service.url}#log")
+    page.set_input_files("#log-file", str(file))
+    page.wait_for_selector("text=saved 64 % of the prefill work")
+    page.fill("#log-ratio", "100")
+    page.click("text=Work it out")
+    page.wait_for_selector("text=saved 0 % of the prefill work")
+    assert "requests.jsonl: 4 requests" in page.inner_text("#log")
+    page.fill("#log-text", lines[0])
+    page.click("text=Work it out")
+    page.wait_for_selector("text=1 request, about")
+
+
+def test_documents_are_counted_in_the_models_tokens(service: ConsoleService, open_page: OpenPage) -> None:
+    text = "港口的灯塔在夜里亮着，守灯人每四个小时记录一次天气。" * 10
+    page = open_page(service.url)
+    assert "small test model" in page.inner_text("#test-model")
+    page.click("text=Remove all")
+    page.click("text=Add a document")
+    page.fill("#title-0", "灯塔.md")
+    page.fill("#text-0", text)
+    tokens = len(Chunker.of_model(bundled_checkpoint()).token_ids(f"{text}\n"))
+    page.wait_for_selector(f"summary:has-text('{tokens} tokens')")
+    assert f"1 document, {tokens} tokens of the 8,192 that the model reads" in page.inner_text(
+        "#documents-length"
+    )
+    page.fill("#text-0", text * 50)
+    page.click(ASK)
+    page.wait_for_selector(".problem:not(.gentle)")
+    assert "document 1 ('灯塔.md')" in problem_in(page)
 
 
 def test_a_token_that_expires_while_a_stream_runs(open_page: OpenPage, tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ class Console:
         info = await self._gateway.recent_info.get()
         document = {
             "model": info.model,
+            "is_test_model": info.model == BUNDLED_NAME,
             "max_model_len": info.max_model_len,
             "blending": info.blending,
             "progress": {"state": info.progress.state, "detail": info.progress.detail},

@@ -41,14 +41,19 @@ export async function get(path) {
   return (await send(path, {})).json();
 }
 
+function post(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  return send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
+// The length of each text, in tokens of the served model.
+export async function countTokens(texts, namespace) {
+  return (await (await post("count", { texts, namespace })).json()).tokens;
+}
+
 // Yields the JSON objects of a stream, one a line. Leaving the loop ends the work in the engine.
 export async function* stream(path, body, signal) {
-  const response = await send(path, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const response = await post(path, body, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {

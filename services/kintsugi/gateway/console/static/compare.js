@@ -1,6 +1,6 @@
 // Compare: one question answered by full prefill and by a blend, with times, costs and what was lost.
 
-import { stream } from "./api.js";
+import { countTokens, stream } from "./api.js";
 import { count, el, renderBlend, svg } from "./blend.js";
 import { Documents } from "./documents.js";
 
@@ -13,13 +13,16 @@ export class Compare {
   constructor(root, service, onRefused) {
     this.service = service;
     this.onRefused = onRefused;
-    this.documents = new Documents(service.samples.documents);
+    this.documents = new Documents(service.samples.documents, service.max_model_len,
+      (texts) => countTokens(texts, this.namespace.value.trim()));
     this.status = el("p", { class: "quiet", role: "status", id: "progress" });
     this.problem = el("div", { role: "alert" });
     this.results = el("div", {});
     this.ask = el("button", { type: "submit", class: "primary" }, "Ask both ways");
     this.stop = el("button", { type: "button", hidden: true, onclick: () => this.abort?.abort() }, "Stop");
+    const warning = "This is the small test model, trained on the sample documents alone. It answers nothing sensible about other documents. To ask about your own, serve a real model: kintsugi serve --model smollm2-135m.";
     root.replaceChildren(
+      ...(service.is_test_model ? [el("p", { class: "notice", id: "test-model" }, warning)] : []),
       el("p", { class: "quiet" }, "One question, answered twice: first by a full prefill, then by a blend of stored chunks. One after the other, so that neither slows the other down."),
       el("form", { onsubmit: (event) => { event.preventDefault(); this.run(); } }, ...this.drawForm()),
       this.problem, this.status, this.results);
@@ -110,7 +113,7 @@ export class Compare {
     this.results.replaceChildren(el("div", { class: "ways" }, this.ways.full.node, this.ways.blend.node), this.verdict, this.blend);
     const body = {
       question: this.question.value,
-      documents: this.documents.items.filter((one) => one.text.trim()),
+      documents: this.documents.items.filter((one) => one.text.trim()).map(({ title, text }) => ({ title, text })),
       namespace: this.namespace.value.trim(),
       max_tokens: Number(this.most.value),
       selector: this.selector.value || null,

@@ -5,6 +5,7 @@ import { count, el } from "./blend.js";
 export const FILE_BYTES_MAX = 1 << 20;
 export const DOCUMENTS_MAX = 128;
 const PIECE_CHARS = 2400;
+const COUNT_AFTER_MS = 400;
 
 // Cuts a text at paragraphs, or else at lines or words, into pieces that a model reads as chunks.
 export function cut(text, most = PIECE_CHARS) {
@@ -38,17 +39,21 @@ export async function readFile(file) {
 }
 
 export class Documents {
-  constructor(samples) {
+  // `tokensMax`: how many tokens the model reads. `countTokens` returns a promise of the texts' lengths.
+  constructor(samples, tokensMax, countTokens) {
     this.samples = samples;
+    this.tokensMax = tokensMax;
+    this.countTokens = countTokens;
     this.items = samples.map((one) => ({ ...one }));
     this.list = el("ol", { class: "documents" });
     this.said = el("p", { class: "quiet", role: "status" });
+    this.length = el("p", { class: "quiet", id: "documents-length" });
     this.problems = el("div", { role: "alert" });
     const files = el("input", { type: "file", id: "files", multiple: true, accept: "text/*,.md,.txt,.rst,.csv,.json",
       onchange: () => this.addFiles([...files.files]).then(() => { files.value = ""; }) });
     const button = (text, act) => el("button", { type: "button", onclick: act }, text);
     this.node = el("div", { class: "drop" },
-      el("label", { for: "files" }, "Documents: drop text files here, or choose some"), files, this.problems, this.list, this.said,
+      el("label", { for: "files" }, "Documents: drop text files here, or choose some"), files, this.problems, this.list, this.length, this.said,
       el("div", { class: "row" },
         button("Shuffle", () => this.shuffle()),
         button("Add a document", () => this.add({ title: "My document", text: "" }, true)),
@@ -105,25 +110,53 @@ export class Documents {
   }
 
   draw() {
+    this.sizes = this.items.map(() => el("span", {}));
     this.list.replaceChildren(...this.items.map((item, index) => this.drawItem(item, index)));
-    const chars = this.items.reduce((sum, item) => sum + item.text.length, 0);
-    this.said.textContent = this.items.length
-      ? `${count(this.items.length, "document")}, about ${count(Math.round(chars / 4), "token")}.`
+    this.said.textContent = "";
+    this.countSoon(0);
+  }
+
+  // Only the service has the model's tokenizer. Until it has answered, a length is not known.
+  countSoon(afterMs) {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.count(), afterMs);
+    this.tellLengths();
+  }
+
+  async count() {
+    const items = this.items.filter((one) => one.counted !== one.text);
+    const texts = items.map((one) => one.text);
+    if (!texts.length) return;
+    let tokens = [];
+    try {
+      tokens = await this.countTokens(texts);
+    } catch {
+      // A comparison says what is wrong; here, lengths stay unknown.
+    }
+    items.forEach((one, index) => { one.counted = texts[index]; one.tokens = tokens[index]; });
+    this.tellLengths();
+  }
+
+  tellLengths() {
+    const known = this.items.filter((one) => one.counted === one.text && one.tokens !== undefined);
+    this.items.forEach((one, index) => { this.sizes[index].textContent = known.includes(one) ? ` · ${count(one.tokens, "token")}` : ` · ${count(one.text.length, "character")}`; });
+    const tokens = known.reduce((sum, one) => sum + one.tokens, 0);
+    const all = known.length === this.items.length ? `, ${count(tokens, "token")} of the ${this.tokensMax.toLocaleString("en")} that the model reads` : "";
+    const tooMany = tokens >= this.tokensMax ? " Remove some." : "";
+    this.length.textContent = this.items.length
+      ? `${count(this.items.length, "document")}${all}.${tooMany}`
       : "No documents yet. A blend needs some: use the samples, or drop text files.";
   }
 
   drawItem(item, index) {
-    const size = el("span", {});
-    const told = () => { size.textContent = ` · about ${count(Math.round(item.text.length / 4), "token")}`; };
-    told();
     const title = el("input", { type: "text", id: `title-${index}`, maxlength: 200, oninput: () => { item.title = title.value; } });
     title.value = item.title;
-    const text = el("textarea", { id: `text-${index}`, rows: 8, oninput: () => { item.text = text.value; told(); } });
+    const text = el("textarea", { id: `text-${index}`, rows: 8, oninput: () => { item.text = text.value; this.countSoon(COUNT_AFTER_MS); } });
     text.value = item.text;
     const move = (by) => { this.items.splice(index, 1); this.items.splice(index + by, 0, item); this.draw(); };
     return el("li", {},
       el("details", {},
-        el("summary", {}, `${index + 1}. ${item.title}`, size),
+        el("summary", {}, `${index + 1}. ${item.title}`, this.sizes[index]),
         el("label", { for: `title-${index}` }, "Title"), title,
         el("label", { for: `text-${index}` }, "Text"), text,
         el("div", { class: "row" },

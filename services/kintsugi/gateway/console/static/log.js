@@ -8,8 +8,8 @@ const EXAMPLE = '{"messages": [{"role": "user", "content": "…"}]}';
 
 export class Log {
   constructor(root) {
-    const file = el("input", { type: "file", id: "log-file", accept: ".jsonl,.json,.log,.txt,text/*", onchange: () => file.files[0] && this.read(file.files[0]) });
-    this.text = el("textarea", { id: "log-text", rows: 6, placeholder: EXAMPLE, spellcheck: "false" });
+    const file = el("input", { type: "file", id: "log-file", accept: ".jsonl,.json,.log,.txt,text/*", onchange: () => { this.file = file.files[0]; this.read(); } });
+    this.text = el("textarea", { id: "log-text", rows: 6, placeholder: EXAMPLE, spellcheck: "false", oninput: () => { this.file = null; } });
     this.ratio = el("input", { type: "number", id: "log-ratio", min: 0, max: 100, step: 1 });
     this.ratio.value = 15;
     this.progress = el("progress", { max: 1, value: 0, hidden: true, "aria-label": "Reading the log" });
@@ -21,11 +21,13 @@ export class Log {
       el("label", { for: "log-file" }, "A log file of at most 64 MiB"), file,
       el("label", { for: "log-text" }, "Or paste some lines"), this.text,
       el("div", { class: "fields" }, el("div", {}, el("label", { for: "log-ratio" }, "Share of loaded tokens that a blend recomputes, in percent"), this.ratio)),
-      el("p", {}, el("button", { type: "button", class: "primary", onclick: () => this.read(new Blob([this.text.value])) }, "Work it out")),
+      el("p", {}, el("button", { type: "button", class: "primary", onclick: () => this.read() }, "Work it out")),
       this.progress, this.problem, this.said);
   }
 
-  async read(blob) {
+  // Reads what was given last: the file, or the pasted lines.
+  async read() {
+    const blob = this.file ?? new Blob([this.text.value]);
     this.problem.replaceChildren();
     this.said.replaceChildren();
     if (!blob.size) {
@@ -69,7 +71,7 @@ export class Log {
       el("h2", {}, `Kintsugi would have saved ${percent(found.saved)} of the prefill work`),
       bar,
       el("dl", { class: "figures" }, ...parts.map(([name, share]) => el("div", {}, el("dt", {}, name), el("dd", {}, percent(share))))),
-      el("p", {}, `${count(found.requests, "request")}, about ${count(found.tokens, "prompt token")}. ${percent(found.loaded)} of them stand in passages that an earlier request had at another place; a blend loads these and recomputes ${this.ratio.value} % of them.`),
+      el("p", {}, `${this.file ? `${this.file.name}: ` : ""}${count(found.requests, "request")}, about ${count(found.tokens, "prompt token")}. ${percent(found.loaded)} of them stand in passages that an earlier request had at another place; a blend loads these and recomputes ${this.ratio.value} % of them.`),
       el("p", { class: "quiet" }, "An estimate: four characters count as a token, passages end at blank lines, and everything is taken to stay stored.",
         found.full ? " The log has more passages than are remembered here, so the true share is higher." : ""));
   }
