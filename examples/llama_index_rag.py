@@ -75,6 +75,7 @@ def build_query_engine(
         context_window=model["max_model_len"],
         temperature=0,
         max_tokens=max_tokens,
+        should_use_structured_outputs=True,  # as `response_format`, not as a tool, which needs a parser
         default_headers={"X-Kintsugi-Namespace": namespace},
     )
     index = VectorStoreIndex(nodes, embed_model=WordCounts())

@@ -131,7 +131,7 @@ def _script(call: OpenAICall) -> Sequence[Item]:
     last = {
         "choices": [],
         "usage": {"prompt_tokens": 9, "completion_tokens": 2},
-        "kintsugi": {"tokens_hit": 7},
+        "kv_transfer_params": {"kintsugi": {"tokens_hit": 7}},
     }
     body = [f"data: {json.dumps(event)}\n\n".encode() for event in (*events, last)]
     return [STREAM, 0.02, body[0], 0.02, *body[1:], b"data: [DONE]\n\n"]
@@ -174,7 +174,7 @@ def _strange(call: OpenAICall) -> Sequence[Item]:
     ]
     choices = [
         *(b'{"choices": [null, {"delta": "x"}]}', b'{"choices": {"text": "y"}}'),
-        b'{"choices": [{"delta": {"content": [{"text": "z"}]}}], "kintsugi": "hit"}',
+        b'{"choices": [{"delta": {"content": [{"text": "z"}]}}], "kv_transfer_params": "hit"}',
     ]
     token = b'{"choices": [{"text": "well"}]}'
     events = [[*error][number : number + 1], [*usage, *choices, token], [b"{"], [b"7", token]][

@@ -14,6 +14,7 @@ import httpx
 
 from benchmarks.support.load.profile import Request
 from benchmarks.support.load.report import Sample
+from kintsugi.core.accounting import ACCOUNTING_KEY
 from kintsugi.core.deploy import PORT_MAX
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import PARAMS_KEY
@@ -97,7 +98,7 @@ class _Answer:
         usage = _mapping(event.get("usage"))
         self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
         self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
-        self.accounting = _mapping(event.get(PARAMS_KEY)) or self.accounting
+        self.accounting = _mapping(_mapping(event.get(ACCOUNTING_KEY)).get(PARAMS_KEY)) or self.accounting
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

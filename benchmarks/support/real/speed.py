@@ -15,7 +15,7 @@ from benchmarks.support.real.engine import CHUNK_END, MODEL_TOKENS_MAX, Clock
 from benchmarks.support.real.records import Records
 from benchmarks.support.real.rows import Configuration
 from benchmarks.support.servers import NAMESPACE, Server, Setting, our_server
-from kintsugi.core.accounting import Outcome
+from kintsugi.core.accounting import ACCOUNTING_KEY, Outcome
 from kintsugi.core.errors import NotBlendable, Unavailable
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import PARAMS_KEY
@@ -130,7 +130,7 @@ def _ask(
     for event in stream:
         if first_s is None and event.choices and event.choices[0].delta.content:
             first_s = time.perf_counter() - began_s
-        accounting = getattr(event, PARAMS_KEY, None) or accounting
+        accounting = (getattr(event, ACCOUNTING_KEY, None) or {}).get(PARAMS_KEY) or accounting
     if first_s is None:
         raise Unavailable(f"set {one.number} had no answer ({method})")
     return first_s, accounting

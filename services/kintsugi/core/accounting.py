@@ -1,17 +1,26 @@
-"""The accounting of a request, which every response reports under `kv_transfer_params["kintsugi"]`."""
+"""The accounting of a request, which every response reports under `kv_transfer_params["kintsugi"]`: at the
+top level of a whole response and of a stream's last event."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotBlendable
 
+ACCOUNTING_KEY = "kv_transfer_params"
+"""Field of a response that holds the accounting, in its entry `core.request.PARAMS_KEY`."""
 _LABEL = re.compile(r"[A-Za-z_]+")
 WEIGHTS_CHANGED = "weights_changed"
 """Reason why nothing is blended or saved after a worker has found that its weights changed."""
+NO_CHUNK = "no_chunk_cached"
+"""Reason of a prefill: the store holds none of the prompt's chunks, and none will be saved of itself."""
+NOT_SAVED_YET = "not_saved_yet"
+"""Reason of a prefill where passages are discovered: they are saved when, or because, they recur."""
 TICKET = "kintsugi_ticket"
 """Name of an extra argument of a request. At the first token, the scheduler reports the accounting under the
 argument's value, because vLLM loses the request's own report if a stop string aborts it."""
@@ -33,6 +42,8 @@ class Outcome(StrEnum):
     FAILED = "failed"
     """No chunk of the prompt could be loaded, so the engine computed it; or a chunk was computed but not
     stored. `reason` says what failed."""
+    MIXED = "mixed"
+    """The request's prompts had different outcomes; `reason` counts them."""
 
 
 def label_of_reason(reason: str | None) -> str:
@@ -120,8 +131,9 @@ class Accounting:
 
     @property
     def cost(self) -> float:
-        """Share of a full prefill's token-layers that was computed."""
-        return self.token_layers_computed / self.token_layers_total if self.token_layers_total else 1.0
+        """Share of a full prefill's token-layers that was computed: of the whole prompt, or in a blend of
+        what the prefix cache did not hold."""
+        return _share(self.token_layers_computed, self.token_layers_total)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the JSON form, without the fields that are None."""
@@ -138,3 +150,58 @@ def decline(error: Exception) -> Accounting:
     reason = str(error) if isinstance(error, NotBlendable) else f"{type(error).__name__}: {error}"
     is_defect = not isinstance(error, InvalidField | NotBlendable)
     return Accounting(Outcome.DECLINED, reason=f"defect: {reason}" if is_defect else reason)
+
+
+def _share(computed: float, total: float) -> float:
+    return computed / total if total else 1.0
+
+
+_TIMES = ("ttft_ms", "predicted_ttft_ms")
+"""Of several prompts, the last first token's."""
+_OF_ONE_PROMPT = ("recomputed_positions", "timeline", "began_unix_s", "audit")
+
+
+def add_up(accountings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the accounting of a request of several prompts from the JSON forms of theirs, in any order.
+
+    Counts and durations are sums, as in OpenAI's `usage`; times to the first token are the longest; `cost` is
+    the share of all the work together. Selector, ratio and transport are left out if they differ.
+    """
+    if len(accountings) == 1:
+        return dict(accountings[0])
+    total: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in accountings for name in one if name not in _OF_ONE_PROMPT):
+        values = [one[name] for one in accountings if name in one]
+        if name in _TIMES:
+            total[name] = max(values)
+        elif name != "ratio" and all(type(value) in (int, float) for value in values):
+            total[name] = sum(values)
+        elif all(value == values[0] for value in values):
+            total[name] = values[0]
+    outcomes = Counter(_describe_outcome(one) for one in accountings)
+    if len(outcomes) > 1:
+        total["outcome"] = total.get("outcome", Outcome.MIXED.value)
+        total["reason"] = "several_prompts: " + ", ".join(
+            f"{count} {outcome}" for outcome, count in sorted(outcomes.items())
+        )
+    elif reasons := [str(one["reason"]) for one in accountings if "reason" in one]:
+        total["reason"] = min(reasons)  # they differ in numbers at most
+    total["cost"] = round(_share(total["token_layers_computed"], total["token_layers_total"]), 4)
+    return total
+
+
+def _describe_outcome(accounting: Mapping[str, Any]) -> str:
+    outcome, reason = str(accounting["outcome"]), accounting.get("reason")
+    return outcome if reason is None else f"{outcome} ({label_of_reason(reason)})"
+
+
+def count_cached(reported: int, accounting: Mapping[str, Any]) -> int:
+    """Return the number of a prompt's tokens that came from vLLM's prefix cache or from stored chunks.
+
+    vLLM reports all tokens that it did not compute itself. In a blended prompt these are all tokens but the
+    last, including the question and missed chunks, which the blend computed.
+    """
+    if accounting.get("outcome") != Outcome.BLENDED.value:
+        return reported
+    found = (accounting.get(name, 0) for name in ("tokens_prefix_cached", "tokens_hit"))
+    return min(reported, sum(count for count in found if isinstance(count, int)))

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kintsugi.core.accounting import count_cached
 from kintsugi.core.errors import InvalidField, PermissionDenied, Unavailable
 from kintsugi.core.exchange import (
     EngineBackend,
@@ -25,7 +26,6 @@ from kintsugi.gateway.texts.segments import ResolvedPrompt, Segment, SegmentReso
 from kintsugi.gateway.tracing import (
     Attribute,
     TraceSpan,
-    count_cached,
     describe_answer,
     describe_request,
     span,

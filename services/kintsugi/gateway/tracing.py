@@ -19,7 +19,6 @@ from typing import Any
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
-from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.exchange import CHAT_PATH, RESPONSES_PATH, EngineInfo, Usage
 
@@ -199,15 +198,3 @@ def describe_answer(
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         }
     return found
-
-
-def count_cached(reported: int, accounting: Mapping[str, Any]) -> int:
-    """Return the number of a prompt's tokens that came from vLLM's prefix cache or from stored chunks.
-
-    vLLM reports all tokens that it did not compute itself. In a blended prompt these are all tokens but the
-    last, including the question and missed chunks, which the blend computed.
-    """
-    if accounting.get("outcome") != Outcome.BLENDED.value:
-        return reported
-    found = (accounting.get(name, 0) for name in ("tokens_prefix_cached", "tokens_hit"))
-    return min(reported, sum(count for count in found if isinstance(count, int)))

@@ -137,6 +137,10 @@ def test_llama_index_calls_a_tool_and_gets_structured_output(llama_index: Any) -
     found = llama_index.predict_and_call([tool], QUESTION, tool_required=True)
     assert str(found) == "Lima is the capital of Peru."
     assert llama_index.as_structured_llm(City).complete(QUESTION).raw == City(city="Lima")
+    # As the documents say for a service without a tool parser.
+    update = {"is_function_calling_model": False, "should_use_structured_outputs": True}
+    by_format = llama_index.model_copy(update=update)
+    assert by_format.as_structured_llm(City).complete(QUESTION).raw == City(city="Lima")
 
 
 @pytest.mark.parametrize("api", ["responses", "chat_completions"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from kintsugi.core.accounting import Accounting, LayerTiming, Outcome
+from kintsugi.core.accounting import Accounting, LayerTiming, Outcome, add_up
 
 
 def test_cost_is_the_share_of_token_layers() -> None:
@@ -37,3 +38,40 @@ def test_the_json_form_survives_json() -> None:
     assert read["cost"] == 0.3333
     assert read["recomputed_positions"] == {"0": [1, 2], "1": [2]}
     assert read["timeline"][0]["compute_end_ms"] == 2.5
+
+
+def blended(hit: int) -> dict[str, Any]:
+    work = {"token_layers_computed": 10.0 * hit, "token_layers_total": 40 * hit, "selector": "query"}
+    return Accounting(Outcome.BLENDED, chunks_hit=hit, ttft_ms=5.0 * hit, ratio=0.2, **work).to_mapping()  # type: ignore[arg-type]
+
+
+DECLINED = Accounting(
+    Outcome.DECLINED,
+    reason="no_chunk_cached: none",
+    chunks_missed=1,
+    ttft_ms=7.0,
+    token_layers_computed=40,
+    token_layers_total=40,
+).to_mapping()
+
+
+def test_the_accounting_of_several_prompts_is_their_sum_in_any_order() -> None:
+    total = add_up([blended(1), DECLINED])
+    assert total == add_up([DECLINED, blended(1)])
+    assert (total["chunks_hit"], total["chunks_missed"], total["ttft_ms"]) == (1, 1, 7.0)
+    assert total["cost"] == round(50 / 80, 4)
+    assert total["outcome"] == "mixed"
+    assert total["reason"] == "several_prompts: 1 blended, 1 declined (no_chunk_cached)"
+
+
+def test_prompts_of_one_outcome_have_that_outcome() -> None:
+    total = add_up([blended(1), blended(2)])
+    assert (total["outcome"], total["chunks_hit"], total["ratio"], total["cost"]) == ("blended", 3, 0.2, 0.25)
+    assert "reason" not in total
+    other = {**DECLINED, "reason": "no_chunk_cached: neither"}
+    assert add_up([other, DECLINED])["reason"] == add_up([DECLINED, other])["reason"]
+    assert add_up([DECLINED, {**DECLINED, "reason": "busy: wait"}])["outcome"] == "declined"
+
+
+def test_the_accounting_of_one_prompt_is_kept_as_it_is() -> None:
+    assert add_up([{**DECLINED, "timeline": [1]}]) == {**DECLINED, "timeline": [1]}

@@ -22,7 +22,7 @@ from kintsugi.cli.service_facts import (
     StoreFacts,
     ask_service,
 )
-from kintsugi.core.accounting import Outcome, label_of_reason
+from kintsugi.core.accounting import NO_CHUNK, NOT_SAVED_YET, Outcome, label_of_reason
 from kintsugi.models.reference import REFERENCE
 
 MENTIONED_SHARE = 0.1
@@ -57,7 +57,6 @@ _BLENDING_OFF = {
 }
 _BLENDING_OFF_ELSE = "find out why: kintsugi doctor --model MODEL"
 
-_NO_CHUNK = "no_chunk_cached"
 _DISCOVER = (
     "discover passages that recur, if the callers of a namespace may learn of each other's texts "
     "(docs/TENANTS.md): kintsugi serve --discover default, or privacy: {default: {discover: true}}; default "
@@ -65,7 +64,8 @@ _DISCOVER = (
 )
 _IDLE = "no discovered chunk was hit yet: passages that recur are saved and measured while the engine is idle"
 _NOT_BLENDED = {
-    _NO_CHUNK: "store passages that recur: kintsugi precompute run SOURCE, or the client's put_chunks",
+    NO_CHUNK: "store passages that recur: kintsugi precompute run SOURCE, or the client's put_chunks",
+    NOT_SAVED_YET: "send prompts with pauses: passages that recur are saved while the engine is idle",
     "unmeasured": "do nothing: engines measure prompts with such chunks in idle time",
     "loading_is_slower": "use a faster store, or do nothing: loading these chunks takes longer than prefill",
     "blending_is_slower": "do nothing: a prefill of such short prompts is faster",
@@ -151,7 +151,7 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
     helps += [] if facts.store is None else _advise_on_store(facts.store)
     frequent = find_frequent_reasons(facts.answers or ())
     helps += [_NOT_BLENDED[one.reason] for one in frequent if one.reason in _NOT_BLENDED]
-    if _NOT_BLENDED[_NO_CHUNK] in helps:
+    if _NOT_BLENDED[NO_CHUNK] in helps:
         helps += _advise_on_discovery(facts)
     helps += _advise_on_versions(facts)
     return ServiceStatus(
@@ -189,7 +189,7 @@ def advise_on_gate(blending: str) -> str:
 def find_frequent_reasons(answers: Sequence[AnswerCount]) -> list[AnswerCount]:
     """Return the frequent reasons why answers were not blended, the most frequent first."""
     total = sum(one.count for one in answers)
-    other = (Outcome.BLENDED, Outcome.PREFIX_HIT, Outcome.SAVED, Outcome.AUDITED)
+    other = (Outcome.BLENDED, Outcome.PREFIX_HIT, Outcome.MIXED, Outcome.SAVED, Outcome.AUDITED)
     found = [
         one
         for one in answers
@@ -233,7 +233,7 @@ def _advise_on_store(store: StoreFacts) -> list[str]:
             f"check the shard {store.shards_away[0]}: kintsugi store status --store grpc://{store.shards_away[0]}"
         ]
     if not store.chunks:
-        return [_NOT_BLENDED[_NO_CHUNK]]
+        return [_NOT_BLENDED[NO_CHUNK]]
     return []
 
 

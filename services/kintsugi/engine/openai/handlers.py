@@ -150,7 +150,7 @@ class OpenAIFront:
                 error = getattr(response, "error", None)
                 head = OpenAIHead(200 if error is None else int(error.code), JSON_TYPE)
                 body = response.model_dump_json(by_alias=call.path == RESPONSES_PATH)
-                yield OpenAIAnswer(head, state, body=body.encode())
+                yield OpenAIAnswer(head, state, body=(body if error else state.account(body)).encode())
         except EngineDeadError as error:
             raise Unavailable(_DIED) from error
         finally:

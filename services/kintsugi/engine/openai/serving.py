@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.renderers import TokenizeParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from kintsugi.core.accounting import ACCOUNTING_KEY, add_up, count_cached
 from kintsugi.core.exchange import OpenAICall
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.core.spaces import Span
@@ -44,7 +45,10 @@ class CallState:
     """Number of prompts whose sampling parameters have been made."""
     streams: list[Any] = field(default_factory=list)
     """Generators of the engine, to be closed."""
-    accounting: dict[str, Any] | None = None
+    accountings: list[dict[str, Any]] = field(default_factory=list)
+    """The accountings of the prompts that have ended."""
+    cached_tokens: int = 0
+    """Tokens of these prompts that came from the prefix cache or from stored chunks."""
     engine_died: bool = False
     """Whether the engine died during the answer, which vLLM reports as an event."""
     has_begun: bool = False
@@ -58,10 +62,26 @@ class CallState:
         return dataclasses.replace(self.call.params, spans=spans or None).to_mapping()
 
     def note(self, output: Any) -> None:
-        """Note an output of the engine, and the accounting of the first prompt or answer."""
+        """Note an output of the engine, and the accounting of its prompt once all its answers have ended."""
         self.has_begun = True
-        if output.finished and self.accounting is None:
-            self.accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
+        if output.finished:
+            accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
+            self.cached_tokens += count_cached(output.num_cached_tokens or 0, accounting)
+            if accounting:
+                self.accountings.append(accounting)
+
+    def account(self, text: str) -> str:
+        """Return the JSON of a whole answer, or of a stream's last event, with the accounting of all prompts
+        and the number of their cached tokens. vLLM reports one prompt's."""
+        document = json.loads(text)
+        answer = document.get("response") or document
+        if self.accountings:
+            answer[ACCOUNTING_KEY] = {PARAMS_KEY: add_up(self.accountings)}
+        usage = answer.get("usage") or {}
+        for name in ("prompt_tokens_details", "input_tokens_details"):
+            if usage.get(name):
+                usage[name]["cached_tokens"] = self.cached_tokens
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
 
     def note_failure(self, error: Exception) -> None:
         self.engine_died = isinstance(error, EngineDeadError)
@@ -207,15 +227,15 @@ class EventsWithAccounting:
         sent, self._held = self._held, ""
         if event == _DONE:
             return [self._add_accounting(sent), event] if sent else [event]
-        if self._state.accounting is not None:
+        if self._state.accountings:
             self._held = event
             return [sent] if sent else []
         return [event]
 
     def end(self) -> list[str]:
         """Return the events to send after the stream's end."""
-        return [self._held] if self._held else []
+        return [self._add_accounting(self._held)] if self._held else []
 
     def _add_accounting(self, event: str) -> str:
-        document = json.loads(event.removeprefix(_DATA)) | {PARAMS_KEY: self._state.accounting}
-        return f"{_DATA}{json.dumps(document, ensure_ascii=False)}\n\n"
+        head, mark, text = event.partition(_DATA)
+        return f"{head}{mark}{self._state.account(text)}\n\n"

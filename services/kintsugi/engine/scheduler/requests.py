@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kintsugi.core.accounting import TICKET, Accounting, Outcome
+from kintsugi.core.accounting import NO_CHUNK, NOT_SAVED_YET, TICKET, Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, InvalidSpan, NotBlendable
 from kintsugi.core.gate import GateState, Permit
 from kintsugi.core.plan import ChunkHit, exact_end, selection_of
@@ -102,6 +102,26 @@ class RequestState:
         was freed, it is blended again, because its answer would change otherwise."""
         repeatable = (None, Outcome.BLENDED, Outcome.PREFIX_HIT)
         return (self.accounting and self.accounting.outcome) not in repeatable
+
+    def account_prefill(self, error: NotBlendable, num_layers: int) -> None:
+        """Account for a prompt that vLLM computes itself, as far as its prefix cache does not hold it. A
+        preempted request keeps its outcome: its first tokens were computed that way."""
+        if self.accounting is not None:
+            return
+        length = self.request.num_prompt_tokens
+        accounting = Accounting(
+            Outcome.PREFIX_HIT if error.reason == "prefix_hit" else Outcome.DECLINED,
+            token_layers_computed=float(num_layers * (length - self.num_prefix_cached)),
+            token_layers_total=num_layers * length,
+        )
+        accounting = self.complete(accounting)
+        reason = str(error)
+        if error.reason == NO_CHUNK and accounting.segments_counted:
+            reason = (
+                f"{NOT_SAVED_YET}: {accounting.segments_counted} passages are not stored; those that recur "
+                f"({accounting.segments_queued}) are saved while the engine is idle, others when they recur"
+            )
+        self.accounting = replace(accounting, reason=reason)
 
     def complete(self, accounting: Accounting) -> Accounting:
         """Add the scheduler's part to `accounting`: hit and missed spans, and tokens outside them."""

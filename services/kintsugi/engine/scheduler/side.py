@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kintsugi.core.accounting import Accounting, Outcome, decline
+from kintsugi.core.accounting import Accounting, decline
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.gate import UNMEASURED
 from kintsugi.core.layout import Codec, codec_named
@@ -289,9 +289,7 @@ class SchedulerSide:
                 return None, False
             state.job = self._plan(request, state, match, num_computed)
         except NotBlendable as error:
-            outcome = Outcome.PREFIX_HIT if error.reason == "prefix_hit" else Outcome.DECLINED
-            # A preempted request keeps its outcome: its first tokens were computed that way.
-            state.accounting = state.accounting or state.complete(Accounting(outcome, reason=str(error)))
+            state.account_prefill(error, self.engine.num_layers)
             self._lookups.release(state.lookup)
             if self._timing.probe_is_due(error.reason):
                 self._metadata.probes.append(self._probe(request, state, match))

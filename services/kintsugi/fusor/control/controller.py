@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Self
 
+from kintsugi.core.accounting import NO_CHUNK
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, Selection, apply_options
 from kintsugi.core.request import BlendOptions
@@ -93,7 +94,7 @@ class Planner:
     def plan(self, request: PlanRequest) -> BlendPlan:
         """Plan a blend. Raises `NotBlendable` if a full prefill is better."""
         if not request.hits:
-            raise NotBlendable("no_chunk_cached", "the store holds none of the prompt's chunks")
+            raise NotBlendable(NO_CHUNK, "the store holds none of the prompt's chunks")
         selection = apply_options(self.selection, request.options)
         return BlendPlan(request.hits, selection, request.exact_end, request.chunks)
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from kintsugi.core.accounting import ACCOUNTING_KEY
 from kintsugi.core.exchange import (
     COMPLETIONS_PATH,
     RESPONSES_PATH,
@@ -32,7 +33,6 @@ from kintsugi.gateway.fronts.openai_request import (
 from kintsugi.gateway.prompts import Prompts
 from kintsugi.gateway.tracing import (
     Attribute,
-    count_cached,
     describe_answer,
     describe_request,
 )
@@ -85,8 +85,6 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self._pieces = 0
         self._usage: Usage | None = None
         self._finish_reasons: list[str] = []
-        prompt = call.body.get("prompt")
-        self._has_one_prompt = not isinstance(prompt, list) or len(prompt) == 1 or _is_tokens(prompt)
 
     def send(
         self, backend: EngineBackend, trace: Mapping[str, str]
@@ -118,8 +116,6 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         piece = Piece(item)
         if (found := piece.accounting) is not None:
             self.accounting = found
-            if self._has_one_prompt:  # with several prompts, the accounting describes the first one
-                piece.correct_cached_tokens(found)
         self._usage = piece.usage or self._usage
         self._finish_reasons += piece.finish_reasons[: ANSWERS_MAX - len(self._finish_reasons)]
         if not self.shows_accounting:
@@ -191,18 +187,10 @@ class Piece:
         text = json.dumps(self._document, ensure_ascii=False, separators=(",", ":")).encode()
         return self._before + text + b"\n\n" if self._before else text
 
-    def _find_holder(self) -> dict[str, Any] | None:
-        """The mapping whose entry `PARAMS_KEY` is the accounting."""
-        for holder in (self._answer, _mapping(self._answer.get("kv_transfer_params"))):
-            if isinstance(holder.get(PARAMS_KEY), dict):
-                return holder
-        return None
-
     @property
     def accounting(self) -> Mapping[str, Any] | None:
         """None if the piece has none."""
-        holder = self._find_holder()
-        return None if holder is None else holder[PARAMS_KEY]
+        return _mapping(_mapping(self._answer.get(ACCOUNTING_KEY)).get(PARAMS_KEY)) or None
 
     @property
     def usage(self) -> Usage | None:
@@ -221,13 +209,6 @@ class Piece:
             found = [self._answer.get("status")]
         return [reason for reason in found if isinstance(reason, str)]
 
-    def correct_cached_tokens(self, accounting: Mapping[str, Any]) -> None:
-        """Exclude the tokens that a blend computed from the cached tokens (`tracing.count_cached`)."""
-        reported = self._details.get("cached_tokens")
-        if type(reported) is int and (counted := count_cached(reported, accounting)) != reported:
-            self._details["cached_tokens"] = counted
-            self._is_changed = True
-
     def remove_accounting(self) -> None:
         """Remove the accounting and the number of cached tokens, for a caller who may not know what was found
         in the cache. A piece that cannot be parsed and may hold them becomes empty."""
@@ -236,8 +217,7 @@ class Piece:
         if self._document is None:
             self._data = b""
             return
-        while (holder := self._find_holder()) is not None:
-            del holder[PARAMS_KEY]
+        _mapping(self._answer.get(ACCOUNTING_KEY)).pop(PARAMS_KEY, None)
         self._usage.pop("prompt_tokens_details", None)
         if "input_tokens_details" in self._usage:  # clients of the Responses API require it
             self._usage["input_tokens_details"] = _NOTHING_CACHED

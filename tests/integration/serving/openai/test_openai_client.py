@@ -121,9 +121,40 @@ def test_a_stream_ends_with_the_accounting(served: Served, usage: bool) -> None:
     )
     text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
     assert text.strip().startswith(show.answer)
-    assert [hasattr(event, "kintsugi") for event in events] == [False] * (len(events) - 1) + [True]
-    assert reused(served, events[-1].kintsugi) == stored
+    assert [hasattr(event, "kv_transfer_params") for event in events] == [False] * (len(events) - 1) + [True]
+    assert reused(served, accounting_of(events[-1])) == stored
     assert (events[-1].usage is not None) is usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_have_one_accounting_in_any_order(served: Served, stream: bool) -> None:
+    """As `usage`, it is the sum."""
+    show = showcase()
+    found = []
+    for order in (1, -1):
+        namespace = f"several-{stream}-{order}"
+        served.store(namespace, show.chunks)
+        prompts = ["".join(show.chunks) + show.question, "Nothing of this is known here. " * 8][::order]
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer: Any = client(served, namespace).completions.create(
+            model=served.model, prompt=prompts, max_tokens=2, temperature=0, **options
+        )
+        last = list(answer)[-1] if stream else answer
+        accounting = accounting_of(last)
+        names = (
+            "outcome",
+            "reason",
+            "chunks_hit",
+            "tokens_hit",
+            "token_layers_total",
+            "tokens_prefix_cached",
+        )
+        found.append({name: accounting[name] for name in names})
+        cached = accounting["tokens_hit"] + accounting["tokens_prefix_cached"]
+        assert last.usage.prompt_tokens_details.cached_tokens == cached
+    assert found[0] == found[1]
+    assert found[0]["outcome"] == "mixed"
+    assert found[0]["reason"] == "several_prompts: 1 blended, 1 declined (no_chunk_cached)"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -139,7 +170,7 @@ def test_an_answer_that_a_stop_string_ends_has_its_accounting(served: Served, st
     answer = question(namespace, served, content, stop=[stop], stream=stream)
     if stream:
         *_, last = answer
-        reason, accounting = last.choices[0].finish_reason, last.kintsugi
+        reason, accounting = last.choices[0].finish_reason, accounting_of(last)
     else:
         reason, accounting = answer.choices[0].finish_reason, accounting_of(answer)
     assert reason == "stop"

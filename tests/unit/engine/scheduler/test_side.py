@@ -407,10 +407,12 @@ def test_what_is_not_blended_needs_no_place(side: SchedulerSide, store: StubStor
         assert considered(side, blend_of(side, str(index), ratio=index / 10)) == CLAIMED
     cached = blend_of(side, "cached", ratio=0.3)
     assert considered(side, cached, 64) == (0, False)
-    assert said(side, cached)["outcome"] == "prefix_hit"
+    told, length = said(side, cached), len(cached.prompt_token_ids)
+    assert (told["outcome"], told["cost"]) == ("prefix_hit", round((length - 64) / length, 4))
     elsewhere = blend_of(side, "elsewhere", namespace="rival")
     assert considered(side, elsewhere) == (0, False)
-    assert said(side, elsewhere)["reason"].startswith("no_chunk_cached")
+    told = said(side, elsewhere)
+    assert (told["reason"].split(":")[0], told["cost"]) == ("no_chunk_cached", 1.0)
 
 
 def test_identical_prompts_wait_for_the_first_ones_blocks(side: SchedulerSide, store: StubStore) -> None:

@@ -143,8 +143,9 @@ USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"
 
 @pytest.mark.parametrize("token", ["tenant", "operator"])
 def test_what_was_cached_is_told_to_those_who_may_know(token: str) -> None:
-    whole = json.dumps({"usage": USAGE, "kv_transfer_params": {"kintsugi": ACCOUNTING, "more": 1}}).encode()
-    streamed: list[Item] = [STREAM, piece(), piece(usage=USAGE, kintsugi=ACCOUNTING), b"data: [DONE]\n\n"]
+    told: dict[str, Any] = {"usage": USAGE, "kv_transfer_params": {"kintsugi": ACCOUNTING, "more": 1}}
+    whole = json.dumps(told).encode()
+    streamed: list[Item] = [STREAM, piece(), piece(**told), b"data: [DONE]\n\n"]
     scripts: dict[str, list[Item]] = {CHAT_PATH: streamed, COMPLETIONS_PATH: [JSON, whole]}
 
     async def body() -> None:

@@ -16,7 +16,7 @@ from tests.unit.gateway.fronts.test_limits_and_privacy import HIDDEN, client
 from tests.unit.gateway.test_genai import BLENDED
 
 ASKED = {"input": "Why?", "model": "scripted"}
-DETAILS = {"cached_tokens": 99, "cache_write_tokens": 1, "cached_tokens_per_turn": [99]}
+DETAILS = {"cached_tokens": 76, "cache_write_tokens": 1, "cached_tokens_per_turn": [99]}
 USAGE = {"input_tokens": 100, "output_tokens": 5, "total_tokens": 105, "input_tokens_details": DETAILS}
 
 
