@@ -370,13 +370,8 @@ def test_gpus_are_asked_for_and_used() -> None:
     assert args["engines"]["vllm"] == {"tensor_parallel_size": 2}
 
 
-def test_quality_is_told_to_the_engines_in_place() -> None:
-    # Without quotes, YAML reads off as false, and the API server takes both.
-    for written, told in (("strict", "strict"), ("off", "off"), (False, "off")):
-        _check_quality(written, told)
-
-
-def _check_quality(written: object, told: str) -> None:
+@pytest.mark.parametrize(("written", "told"), [("strict", "strict"), (False, "off")])
+def test_quality_is_told_to_the_engines_in_place(written: object, told: str) -> None:
     strict = spec_of(engines={"quality": written})
     name = f"acme-{EngineRevision.of(spec_of()).name}"
     assert f"acme-{EngineRevision.of(strict).name}" == name

@@ -392,25 +392,6 @@ def test_an_answer_that_waited_too_long_is_dropped_and_counted_by_length() -> No
     assert life.tally().pairs == 1
 
 
-@pytest.mark.parametrize("erased", ["tenant", "common"])
-def test_an_erased_namespace_takes_its_waiting_prompts_along(erased: str) -> None:
-    life = Life()
-    part = dataclasses.replace(PARAMS, namespace="tenant/-/one", shared="common")
-    other = dataclasses.replace(PARAMS, namespace="tenant-of-another-name")
-    assert life.serve(DECLINED, dataclasses.replace(PROMPT, params=part))
-    assert life.serve(DECLINED, dataclasses.replace(PROMPT, params=other))
-    life.stream.forget({erased, "nobody"})
-    assert (life.stream.pending, life.stream.counts.dropped) == (1, {1: 1})
-
-
-def test_a_prompt_that_is_erased_while_its_twin_runs_is_not_run_again() -> None:
-    life = Life()
-    life.twins.arrival = lambda: life.stream.forget({"tenant"})
-    life.serve(DECLINED)
-    life.run()
-    assert (life.stream.pending, life.stream.counts.pairs, life.stream.counts.dropped) == (0, 0, {1: 1})
-
-
 def test_a_configuration_beyond_the_limit_is_no_longer_measured() -> None:
     bad = report_of(part_of(entry_of(pairs=HOPELESS_PAIRS, loss=0.5)))
     assert not Life(bad).serve(DECLINED)
