@@ -53,7 +53,11 @@ def _specification(folder: Path) -> dict[str, Any]:
         "model": {"path": str(bundled_checkpoint()), "name": NAME},
         "engines": {"vllm": {"kv_cache_memory_bytes": 256 << 20}},
         "store": {"ram_gib": 0.25, "expert": {"directory_port": free_port("127.0.0.1", 28410, 64)}},
-        "gateway": {"grpc_port": 0, "http_port": 0},
+        # With 0, a gateway that is started again would listen elsewhere.
+        "gateway": {
+            "grpc_port": free_port("127.0.0.1", 28510, 64),
+            "http_port": free_port("127.0.0.1", 28610, 64),
+        },
     }
 
 
