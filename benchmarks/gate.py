@@ -81,6 +81,7 @@ class Setup:
                     "prompts": len(world.losses[one]),
                     "cost": round(world.costs[one], 3),
                     "loss": round(world.mean(one), 4),
+                    "lost": round(world.lost(one), 4),
                 }
                 for one in RECORDED
             }
@@ -113,11 +114,11 @@ def measure_replay(setup: Setup) -> list[Figure]:
     for world in setup.worlds():
         opened = total = 0
         for number, selection in enumerate(LADDER):
-            losses = world.at_limit(selection, QUALITY.loss_max)
             for tenants in (1, 5):
-                each = -(-streams // (2 * len(LADDER)))
-                opened += count_false_opens(losses, QUALITY, each, tenants, seed=10 * number + tenants)
-                total += each
+                for losses in world.at_limit(selection, QUALITY):
+                    each = -(-streams // (4 * len(LADDER)))
+                    opened += count_false_opens(losses, QUALITY, each, tenants, seed=10 * number + tenants)
+                    total += each
         say(f"{world.name}: {opened} of {total} streams opened at the limit")
         figures.append(
             Figure.at_most(
@@ -140,7 +141,7 @@ def measure_replay(setup: Setup) -> list[Figure]:
             )
             figures.append(Figure.at_least(f"power [{world.name}]", hits / searches, 0.9, "", detail))
         else:
-            passes = [describe_selection(one) for one in LADDER if world.mean(one) < QUALITY.loss_max]
+            passes = [describe_selection(one) for one in LADDER if world.passes(one, QUALITY)]
             detail = f"none has half of the limit's margin; within the limit: {', '.join(passes) or 'none'}"
             figures.append(Figure(f"power [{world.name}]", None, "", detail=detail))
         if first:
@@ -165,10 +166,10 @@ def measure_tenants(setup: Setup) -> list[Figure]:
     for number, world in enumerate(setup.worlds()):
         for selection in LADDER:
             good = [0.0] * 100
-            bad = world.at_limit(selection, QUALITY.loss_max)
-            each = -(-streams // len(LADDER))
-            opened += count_foreign_opens(good, bad, QUALITY, each, seed=number)
-            total += each
+            for bad in world.at_limit(selection, QUALITY):
+                each = -(-streams // (2 * len(LADDER)))
+                opened += count_foreign_opens(good, bad, QUALITY, each, seed=number)
+                total += each
     return [
         Figure.at_most(
             "foreign_open",
@@ -198,7 +199,7 @@ def measure_drift(setup: Setup) -> list[Figure]:
     seeds = TRIP_SEEDS_QUICK if setup.quick else TRIP_SEEDS
     figures = []
     for world in setup.worlds():
-        served = [one for one in LADDER if world.mean(one) <= QUALITY.loss_max / 2]
+        served = [one for one in LADDER if world.passes(one, QUALITY, 0.5)]
         if not served:
             continue
         clean, reuse = world.deviations[served[-1]], world.deviations[RECORDED[-1]]

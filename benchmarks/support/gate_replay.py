@@ -88,23 +88,46 @@ class World:
         losses = self.losses[selection]
         return sum(losses) / len(losses)
 
-    def at_limit(self, selection: Selection, limit: float) -> list[float]:
-        """Losses with the mean ``limit``: the recorded ones, mixed with total losses, or with none."""
-        losses, mean = self.losses[selection], self.mean(selection)
-        count = 20 * len(losses)
-        worst = (limit - mean) / (1 - mean) if mean < limit else 0.0
-        clean = 0.0 if mean <= limit else 1 - limit / mean
-        extra = [1.0] * round(count * worst) + [0.0] * round(count * clean)
-        kept = [losses[index % len(losses)] for index in range(count - len(extra))]
-        return [*kept, *extra]
+    def lost(self, selection: Selection) -> float:
+        """The share of lost answers."""
+        losses = self.losses[selection]
+        return sum(one >= 1 for one in losses) / len(losses)
+
+    def passes(self, selection: Selection, quality: Quality, margin: float = 1.0) -> bool:
+        """Whether the configuration truly is within ``margin`` of both limits."""
+        lost = self.lost(selection) <= margin * quality.lost_max
+        return lost and self.mean(selection) <= margin * quality.loss_max
+
+    def at_limit(self, selection: Selection, quality: Quality) -> list[list[float]]:
+        """Losses exactly at one limit: of lost answers, where total losses or none are mixed in, and of the
+        mean, where answers at three quarters of the cap are, or none."""
+        losses = self.losses[selection]
+        return [
+            _mixed(losses, self.lost(selection), quality.lost_max, 1.0),
+            _mixed(losses, self.mean(selection), quality.loss_max, 0.75),
+        ]
 
 
-def log_wealths(losses: Floats, limit: float) -> Floats:
+def _mixed(losses: Sequence[float], share: float, limit: float, extra: float) -> list[float]:
+    """Return ``losses``, whose measure is ``share``, mixed with ``extra`` or 0 so that it is ``limit``."""
+    count = 20 * len(losses)
+    worse = (limit - share) / (extra - share) if share < limit else 0.0
+    clean = 0.0 if share <= limit else 1 - limit / share
+    more = [extra] * round(count * worse) + [0.0] * round(count * clean)
+    return [*(losses[index % len(losses)] for index in range(count - len(more))), *more]
+
+
+def log_wealths(losses: Floats, quality: Quality) -> Floats:
     """Return the logarithm of the wealth after each pair, along the last axis, as `Tally.log_wealth`."""
     rounded = np.ceil(losses * STEPS - 1e-9) / STEPS
+    lost = (rounded >= 1).astype(np.float64)
+    return np.minimum(_bet(rounded, quality.loss_max), _bet(lost, quality.lost_max))
+
+
+def _bet(values: Floats, limit: float) -> Floats:
     parts = []
     for share, weight in BETS.items():
-        gains = np.log1p(share / (1 - limit) * (limit - rounded))
+        gains = np.log1p(share / (1 - limit) * (limit - values))
         parts.append(math.log(weight) + np.cumsum(gains, axis=-1))
     total: Floats = np.logaddexp.reduce(np.stack(parts), axis=0)
     return total
@@ -115,12 +138,12 @@ def count_false_opens(
 ) -> int:
     """Return how many streams open for a configuration whose losses are at the limit: for one of their
     tenants on its own evidence, or for others on the evidence of all."""
-    generator, limit = np.random.default_rng(seed), quality.loss_max
+    generator = np.random.default_rng(seed)
     opened = 0
     each = LIFE // tenants
     for _ in range(streams):
         drawn = generator.choice(np.asarray(losses), size=(tenants, each))
-        wealths = log_wealths(drawn, limit)
+        wealths = log_wealths(drawn, quality)
         own = [
             -math.log(ERROR * (1 - COMMON_SHARE) * share_of_slot(slot) * FIRST_EPOCH)
             for slot in range(1, tenants + 1)
@@ -139,13 +162,13 @@ def count_foreign_opens(
 ) -> int:
     """Return how many of the streams with five tenants open for all because of one tenant's easy prompts:
     its losses are ``good``, those of the four others ``bad``, at the limit."""
-    generator, limit = np.random.default_rng(seed), quality.loss_max
+    generator = np.random.default_rng(seed)
     enough = -math.log(ERROR * COMMON_SHARE * share_of_slot(1) * FIRST_EPOCH)
     opened = 0
     for _ in range(streams):
         easy = generator.choice(np.asarray(good), size=(1, LIFE // 5))
         hard = generator.choice(np.asarray(bad), size=(4, LIFE // 5))
-        wealths = log_wealths(np.concatenate([easy, hard]), limit)
+        wealths = log_wealths(np.concatenate([easy, hard]), quality)
         opened += bool(np.minimum(wealths, enough / NAMESPACES_MIN).sum(axis=0).max() >= enough)
     return opened
 
@@ -181,7 +204,7 @@ def run_search(world: World, quality: Quality, seed: int) -> Search:
 
 def cheapest_passes(world: World, quality: Quality) -> list[Selection]:
     """Return up to three of the cheapest configurations that truly pass with half of the limit's margin."""
-    true = [one for one in LADDER if world.mean(one) <= quality.loss_max / 2]
+    true = [one for one in LADDER if world.passes(one, quality, 0.5)]
     return sorted(true, key=lambda one: world.costs[one])[:3]
 
 

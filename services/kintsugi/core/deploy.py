@@ -169,8 +169,8 @@ class EngineSpec(Settings):
     )
     """How much a blend may lose against full prefill. Blending starts automatically as soon as measurements
     on served prompts show a smaller loss. `balanced`: the mean KL is below 0.01 nats (each answer counts at
-    most 0.08), and fewer than 1 answer in 8 has more than a quarter of its tokens changed. `strict`: a third
-    of both limits. `off`: nothing is tested, and answers may be wrong without notice."""
+    most 0.04), and fewer than 1 answer in 8 is beyond 0.04 or has more than a quarter of its tokens changed.
+    `strict`: a third of both limits. `off`: nothing is tested, and answers may be wrong without notice."""
     vllm: Mapping[str, Any] = setting(dict, reserved=("model", "kv_transfer_config"))
     """Arguments of `vllm serve` by their own names, such as `max_model_len` or `tool_call_parser`."""
     expert: EngineExpert = field(default_factory=EngineExpert)

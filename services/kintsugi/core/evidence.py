@@ -3,13 +3,13 @@
 A pair is one prompt that was answered by full prefill and by a blend, one of them forced along the other's
 tokens. Its loss is a number in [0, 1] (`loss_of`). Two hypotheses about the mean loss are tested by betting:
 
-- "The mean is at least the limit" (`log_wealth`). A wealth starts at 1 and is multiplied by
-  ``1 + bet * (limit - loss)`` for each pair. While the hypothesis is true, the wealth is a non-negative
-  supermartingale, so it reaches ``1 / error`` with a probability of at most `error`, however often it is
-  checked and whenever the test stops (Ville's inequality; Waudby-Smith and Ramdas, "Estimating means of
-  bounded random variables by betting", 2024). Bets are fixed and the wealth is their weighted mean, so the
-  order of the pairs does not matter, and `Tally`, a histogram of losses, holds everything. Tallies of several
-  engines are added.
+- "The mean is at least the limit" (`log_wealth`), for the loss and for the share of lost answers. A wealth
+  starts at 1 and is multiplied by ``1 + bet * (limit - loss)`` for each pair. While the hypothesis is true,
+  the wealth is a non-negative supermartingale, so it reaches ``1 / error`` with a probability of at most
+  `error`, however often it is checked and whenever the test stops (Ville's inequality; Waudby-Smith and
+  Ramdas, "Estimating means of bounded random variables by betting", 2024). Bets are fixed and the wealth is
+  their weighted mean, so the order of the pairs does not matter, and `Tally`, a histogram of losses, holds
+  everything. Tallies of several engines are added.
 - "The mean is at most the limit" (`TripTest`), for the loss and for the share of changed tokens. Its wealth
   restarts from 1 whenever it falls below 1, so old good answers do not hide a later drift (e-detectors: Shin,
   Ramdas and Rinaldo, 2022).
@@ -29,7 +29,7 @@ from typing import NamedTuple
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT
 
-KL_CAP = 0.08
+KL_CAP = 0.04
 """In nats: an answer with this mean KL or more has a loss of 1."""
 CHANGED_MAX = 0.25
 """An answer whose most likely token differs at more than this share of its positions has a loss of 1."""
@@ -58,17 +58,22 @@ class Quality(StrEnum):
     """How much a blend may lose."""
 
     STRICT = "strict"
-    """Mean loss below 1/24: mean KL, capped at 0.08 nats an answer, below 0.0033, and fewer than 1 answer in
-    24 beyond the cap or with more than a quarter of its tokens changed. Exact match within 1 point."""
+    """Mean KL, capped at 0.04 nats an answer, below 0.0033, and fewer than 1 answer in 24 beyond the cap or
+    with more than a quarter of its tokens changed. Exact match within 1 point."""
     BALANCED = "balanced"
-    """Mean loss below 1/8: mean KL, capped at 0.08 nats an answer, below 0.01, and fewer than 1 answer in 8
-    beyond the cap or with more than a quarter of its tokens changed. Exact match within 3 points."""
+    """Mean KL, capped at 0.04 nats an answer, below 0.01, and fewer than 1 answer in 8 beyond the cap or with
+    more than a quarter of its tokens changed. Exact match within 3 points."""
     OFF = "off"
     """Nothing is tested: blends as configured. Answers may be wrong without notice."""
 
     @property
     def loss_max(self) -> float:
         """Limit of the mean loss."""
+        return 1 / 12 if self is Quality.STRICT else 1 / 4
+
+    @property
+    def lost_max(self) -> float:
+        """Limit of the share of answers with a loss of 1. The mean alone would allow twice as many."""
         return 1 / 24 if self is Quality.STRICT else 1 / 8
 
     @property
@@ -178,13 +183,21 @@ class Tally:
         return _mean(self.changes)
 
     @property
-    def failed(self) -> int:
+    def lost(self) -> int:
         """Number of pairs with a loss of 1."""
         return dict(self.losses).get(STEPS, 0)
 
-    def log_wealth(self, limit: float) -> float:
-        """Return the natural logarithm of the wealth of the bet that the mean loss is below ``limit``."""
-        return _log_wealth(_scaled(self.losses), limit)
+    def log_wealth(self, quality: Quality) -> float:
+        """Return the natural logarithm of the wealth of the bet that the mean loss and the share of lost
+        answers are below the limits of ``quality``: the lower one of two. Both must win, so each may err with
+        the whole probability."""
+        return min(_log_wealth(rows, limit) for rows, limit in self._tested(quality))
+
+    def _tested(self, quality: Quality) -> list[tuple[list[tuple[float, int]], float]]:
+        """The losses, and which answers are lost, as rows of (value, pairs), each with its limit."""
+        counts = (1.0, self.lost), (0.0, self.pairs - self.lost)
+        lost = [row for row in counts if row[1]]
+        return [(_scaled(self.losses), quality.loss_max), (lost, quality.lost_max)]
 
     def log_wealth_of_answers(self, limit: float) -> float:
         """Return the same for the share of answers that become wrong, where answers are known."""
@@ -199,10 +212,11 @@ class Tally:
         """Return the same for the share of changed tokens."""
         return _upper(self.changes, error)
 
-    def pairs_missing(self, limit: float, enough: float) -> int | None:
+    def pairs_missing(self, quality: Quality, enough: float) -> int | None:
         """Estimate how many more pairs, similar to these, bring the logarithm of the wealth to ``enough``;
         None if more pairs do not help. Without pairs: as if nothing was lost."""
-        return _pairs_missing(_scaled(self.losses), limit, enough)
+        found = [_pairs_missing(rows, limit, enough) for rows, limit in self._tested(quality)]
+        return None if None in found else max(one for one in found if one is not None)
 
     def pairs_missing_for_answers(self, limit: float, enough: float) -> int | None:
         """Return the same for the share of answers that become wrong. 0 if no answers are known."""

@@ -185,7 +185,7 @@ def summarize(state: GateState, namespace: str | None = None) -> GateProgress:
             "learning", f"no prompt was measured yet{f'; {state.detail}' if state.detail else ''}"
         )
     standings = {key: report.standing(*key, state.quality) for key in pairs}
-    key = max(pairs, key=lambda one: standings[one].tally.log_wealth(state.quality.loss_max))
+    key = max(pairs, key=lambda one: standings[one].tally.log_wealth(state.quality))
     standing = standings[key]
     return GateProgress(
         "closed" if report.epoch(key[1]) else "learning",

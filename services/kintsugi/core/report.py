@@ -441,7 +441,7 @@ class Report:
         last = EMPTY
         for selection in self.ladder:
             tallies = [self.tally(cell, source, selection) for source in spaces]
-            wealths = [min(one.log_wealth(quality.loss_max), enough / NAMESPACES_MIN) for one in tallies]
+            wealths = [min(one.log_wealth(quality), enough / NAMESPACES_MIN) for one in tallies]
             if sum(wealths) < enough:
                 break
             passed.append(selection)
@@ -534,7 +534,7 @@ def _share_of_epoch(epoch: int) -> float:
 
 
 def _passes(tally: Tally, quality: Quality, enough: float) -> bool:
-    if tally.log_wealth(quality.loss_max) < enough:
+    if tally.log_wealth(quality) < enough:
         return False
     return not tally.answers or tally.log_wealth_of_answers(quality.wrong_max) >= enough
 
@@ -542,6 +542,6 @@ def _passes(tally: Tally, quality: Quality, enough: float) -> bool:
 def _pairs_missing(tally: Tally, quality: Quality, enough: float) -> int | None:
     """Estimate how many more pairs a configuration needs to pass, by losses and by known answers; None if
     more pairs do not help."""
-    losses = tally.pairs_missing(quality.loss_max, enough)
+    losses = tally.pairs_missing(quality, enough)
     answers = tally.pairs_missing_for_answers(quality.wrong_max, enough)
     return None if losses is None or answers is None else max(losses, answers)

@@ -200,12 +200,12 @@ def count_positions(generation: Generation) -> int:
 
 
 def is_hopeless(tally: Tally, quality: Quality) -> bool:
-    """Whether a configuration is most likely beyond the limit, so that pairs would be wasted. Its mean is
+    """Whether a configuration is most likely beyond a limit, so that pairs would be wasted. Its mean is
     then two standard errors above the limit; no verdict depends on it."""
     if tally.pairs < HOPELESS_PAIRS:
         return False
-    variance: float = tally.loss * (1 - tally.loss)
-    return bool(tally.loss - 2 * (variance / tally.pairs) ** 0.5 > quality.loss_max)
+    tested = (tally.loss, quality.loss_max), (tally.lost / tally.pairs, quality.lost_max)
+    return any(mean - 2 * math.sqrt(mean * (1 - mean) / tally.pairs) > limit for mean, limit in tested)
 
 
 def choose_trials(state: GateState, cell: Cell, source: str, most: int | None = None) -> list[Selection]:

@@ -171,13 +171,13 @@ def test_progress_of_what_is_open_is_given_in_numbers() -> None:
     part = dataclasses.replace(report.parts[0], openings=tuple(opened))
     found = summarize(state_of(dataclasses.replace(report, parts=(part,))))
     assert (found.state, found.pairs, found.since) == ("open", ENOUGH_PAIRS, "2026-01-03")
-    assert (found.cost, found.loss, found.loss_max) == (0.5, 0.0, 0.125)
+    assert (found.cost, found.loss, found.loss_max) == (0.5, 0.0, 0.25)
     assert (found.kl, found.changed) == (pytest.approx(0.001), 1 / 128)
     assert found.loss_upper is not None
-    assert 0 < found.loss_upper < 0.125
+    assert 0 < found.loss_upper < 0.25
     assert found.detail == (
         "prompts of 513 to 2048 tokens with declared chunks: at 50% of a full prefill's work, mean loss "
-        "0.000 of at most 0.125; for a ratio of 0.4, 0 of about 34 prompts were measured"
+        "0.000 of at most 0.250; for a ratio of 0.4, 0 of about 34 prompts were measured"
     )
     assert found.pairs_missing is not None, "until the next configuration"
     lossy = entry_of(pairs=30, loss=0.5, selection=LADDER[1])
@@ -210,7 +210,7 @@ def test_progress_is_off_where_nothing_is_tested_and_closed_with_a_reason() -> N
 
 def test_probation_after_an_upgrade_is_said() -> None:
     upgraded = state_of(open_report(), "kintsugi 2")
-    assert "of at most 0.125, on probation after an upgrade; for a" in summarize(upgraded).detail
+    assert "of at most 0.250, on probation after an upgrade; for a" in summarize(upgraded).detail
     assert permit(upgraded).selection == LADDER[0], "the old evidence serves meanwhile"
 
 

@@ -20,7 +20,7 @@ import torch
 from kintsugi.core.evidence import Deviation, Tally
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, LayerGroup, Part, PartKind, SideKind
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import Binding, Cell, Closing, Opening, Report, ReportEntry
+from kintsugi.core.report import Binding, Cell, Closing, Opening, Report, ReportEntry, ServedBlend
 from kintsugi.core.report import ReportPart as QualityPart
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of, token_bytes
 from kintsugi.fusor.codecs import decode_frame, encode_frame
@@ -166,12 +166,12 @@ def test_report() -> None:
         (ReportEntry(cell, "source", 3, 1, selection, tally),),
         (Closing("wrong", "2026-01-01T00:00:00+00:00", "source"),),
         (Opening(cell, "", selection, "2026-01-02T00:00:00+00:00"),),
-        (("source", 0.25, 0.125),),
+        (ServedBlend("source", (0.25, 0.0), (0.125, 0.02)),),
         7,
         ("earlier",),
     )
     report = Report(BINDING, "2026-01-02T03:04:05.000+00:00", (part,))
-    assert digest(report.to_bytes()) == "273ea6430deab30d130ce6a427fe8be9"
+    assert digest(report.to_bytes()) == "8d3fdbc2c95c95d7ed2de6cc06c36a9c"
     assert BINDING.report_name == "quality/raw/03f79bf01f1b022ca63c907c5e471678/1"
 
 

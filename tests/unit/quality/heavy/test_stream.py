@@ -254,7 +254,7 @@ def test_a_failed_twin_is_the_worst_loss() -> None:
     life.twins.failure = Unavailable("the engine was busy for 300 s")
     life.serve(DECLINED)
     life.run()
-    assert life.tally().failed == life.tally().pairs == 1
+    assert life.tally().lost == life.tally().pairs == 1
     assert (life.stream.counts.failed, life.stream.counts.pairs) == (len(LADDER), 0)
 
 
@@ -434,7 +434,7 @@ def test_a_stream_of_other_answers_never_opens() -> None:
     life.twins.blend_token = 4
     while life.serve(DECLINED):
         life.run()
-    assert life.tally().failed == life.tally().pairs == HOPELESS_PAIRS
+    assert life.tally().lost == life.tally().pairs == HOPELESS_PAIRS
     assert life.gate().allowance(CELL, SOURCE) is None
 
 

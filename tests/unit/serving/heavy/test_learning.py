@@ -372,7 +372,7 @@ def test_counts_and_progress_are_exported() -> None:
         serve(engine, BLENDED)
         await until(lambda: learning.stream.counts.pairs > 0 and not learning.stream.pending)
         assert value("pairs_total") == learning.stream.counts.pairs
-        assert (value("cost"), value("loss"), value("loss_max")) == (0.5, 0.0, 0.125)
+        assert (value("cost"), value("loss"), value("loss_max")) == (0.5, 0.0, 0.25)
         engine.gate.state = GateState(report=open_report().with_part(part_of(writer="x"), AT), versions="new")
         assert value("open") == 1.0
         engine.gate.state = GateState("report_unavailable", "gone")
