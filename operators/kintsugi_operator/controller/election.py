@@ -93,7 +93,7 @@ class Candidate:
             async with asyncio.timeout(self.terms.try_s):
                 return await self._attempt(now_s)
         except (KintsugiError, TimeoutError) as error:
-            logger.warning("%s: %s", self, error or "the API server does not answer")
+            logger.warning("%s: %s", self, str(error) or "the API server does not answer")
             return False
 
     async def release(self) -> None:
