@@ -113,12 +113,17 @@ class Kube:
         names = []
         for crd in [*crds().values(), *kuberay_crds(Path(os.environ["KUBERAY_CRDS"]))]:
             name = crd["metadata"]["name"]
-            self.apply(f"{CRDS}/{name}", crd)
+            # A busy API server takes longer than one request may.
+            until(partial(self._is_applied, f"{CRDS}/{name}", crd), f"{name} is applied")
             names.append(name)
         for name in names:
             until(partial(self._is_established, name), f"{name} is established")
         for resource in (BLEND_SERVICE, CORPUS_PRECOMPUTE, RAY_SERVICE, RAY_JOB):
             until(partial(self.is_served, resource), f"{resource.plural} are served")
+
+    def _is_applied(self, path: str, manifest: Manifest) -> bool:
+        self.apply(path, manifest)
+        return True
 
     def _is_established(self, name: str) -> bool:
         conditions = self.request("GET", f"{CRDS}/{name}").get("status", {}).get("conditions") or []
