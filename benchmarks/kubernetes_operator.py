@@ -13,6 +13,9 @@ and one line of JSON:
   operator counts them (`kintsugi_operator_requests_total`). The Lease's requests are not among them;
 - `drained_deletes` of `deletes`: services that drained in order, their engines before their shards, while the
   operator was killed at random moments (`operator_kills`). The moments follow from `seed`;
+- `histories_repaired` of `histories`: random spec histories with failures (`tests/simulation/histories.py`)
+  that end well in a model of a cluster; `refusals_told` of `refusals`: kinds of refusal that reach a
+  condition, an Event and `Stalled` (`tests/unit/operator/refused.py`). Neither needs a cluster;
 - `rss_mib`, `rss_peak_mib`, `cpu_share_at_rest`, `cpu_ms_per_look`: of the operator's process.
 
 The stand-in does not show what a request costs a real API server. On a cluster without a kubelet no shard is
@@ -50,9 +53,12 @@ from tests.e2e.kubernetes.clusters import Kube, Operator, Team, kube, kubeconfig
 from tests.e2e.kubernetes.drains import Drainer
 from tests.fakes.api_server import FakeApiServer
 from tests.fakes.cluster import FakeCluster, FakeKubeRay
+from tests.simulation.histories import History
+from tests.unit.operator.refused import CASES, why_untold
 
 SERVICES = 100
 DELETES = 50
+HISTORIES = 1000
 SETTLE_S_MAX = 900.0
 POLL_S = 0.5
 """Delay between two lists of all services, which also cost the API server something."""
@@ -230,6 +236,20 @@ def measure_drains(stage: Stage, deletes: int, seed: int) -> dict[str, Any]:
     }
 
 
+def measure_repairs(histories: int) -> dict[str, Any]:
+    """Play random histories, and every kind of refusal."""
+    broken = [seed for seed in range(histories) if History(seed).play()]
+    untold = [case.name for case in CASES if why_untold(case)]
+    return {
+        "histories": histories,
+        "histories_repaired": histories - len(broken),
+        "broken_seeds": broken,
+        "refusals": len(CASES),
+        "refusals_told": len(CASES) - len(untold),
+        "untold": untold,
+    }
+
+
 MEMORY = {"rss_mib": "VmRSS", "rss_peak_mib": "VmHWM"}
 
 
@@ -268,17 +288,24 @@ BARS = {
 """Highest values, and units."""
 
 
+REFUSALS_MIN = 25.0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--services", type=int, default=SERVICES, help="0: none")
     parser.add_argument("--seconds", type=float, default=2 * LATER_S + 5, help="at rest")
     parser.add_argument("--deletes", type=int, default=DELETES, help="services to delete; 0: none")
+    parser.add_argument("--histories", type=int, default=HISTORIES, help="random histories; 0: none")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="of the kills")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
-    parser.add_argument("--quick", action="store_true", help="5 services, 15 s at rest, and 5 deletes")
+    parser.add_argument(
+        "--quick", action="store_true", help="5 services, 15 s at rest, 5 deletes, 20 histories"
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.services, arguments.seconds, arguments.deletes = 5, 15.0, 5
+        arguments.histories = 20
     print(f"seed {arguments.seed}", file=sys.stderr)
     is_real = bool(os.environ.get("KUBECONFIG"))
     if is_real and (problem := why_not()):
@@ -290,6 +317,8 @@ def main() -> None:
     if arguments.deletes:
         with real_cluster() if is_real else stand_in() as stage:
             figures |= measure_drains(stage, arguments.deletes, arguments.seed)
+    if arguments.histories:
+        figures |= measure_repairs(arguments.histories)
     config = {"api_server": "cluster" if is_real else "stand-in", "quick": arguments.quick, **figures}
     save_as = "kubernetes-operator" if arguments.save else None
     report("kubernetes_operator", config, judge(figures), save_as)
@@ -306,6 +335,9 @@ def judge(measured: Mapping[str, Any]) -> list[Figure]:
         detail = f"{measured['operator_kills']} kills, seed {measured['seed']}"
         count = float(measured["deletes"])
         found.append(Figure.at_least("drained_deletes", measured["drained_deletes"], count, "", detail))
+    if "histories" in measured:
+        bars = {"histories_repaired": float(measured["histories"]), "refusals_told": REFUSALS_MIN}
+        found += [Figure.at_least(name, measured[name], bar, "", "") for name, bar in bars.items()]
     return found
 
 

@@ -40,6 +40,7 @@ from kintsugi_operator.api.crd import Schema, descriptions, schema_of
 from kintsugi_operator.api.manifest import ManifestSettings, to_manifest
 from kintsugi_operator.api.patterns import HOST_AND_PATH, HUB_NAME, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
 from kintsugi_operator.api.pod_template import Toleration
+from kintsugi_operator.api.vllm_arguments import VLLM_ARGUMENTS
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110
@@ -148,6 +149,9 @@ class Operator:
     While it runs, it needs a ClusterRole. Turn it off if the CRDs are managed elsewhere."""
     cpu: str = setting("50m", pattern=QUANTITY, maxLength=32)
     """CPU request of each pod, which may use more."""
+    cpu_limit: str = setting("", pattern=r"^([0-9]+(\.[0-9]+)?m?)?$", maxLength=32)
+    """CPU limit of the operator, the hooks and `helm test`; empty: none. A ResourceQuota on limits.cpu requires
+    one."""
     memory: str = setting("128Mi", pattern=QUANTITY, maxLength=32)
     """Memory request and limit of each pod."""
     network_policy: bool = True
@@ -259,6 +263,7 @@ def values_schema() -> Schema:
     """The JSON schema, draft 7, which both helm 3 and helm 4 read."""
     root: Schema = _closed(schema_of(Values))
     properties = root["properties"]
+    properties["engines"]["properties"]["vllm"]["propertyNames"] = {"enum": list(VLLM_ARGUMENTS)}
     model = properties["model"]
     del model["required"]
     path = model["properties"]["path"]

@@ -315,6 +315,7 @@ class FakeKubeRay:
                     labels = dict(group["template"]["metadata"]["labels"])
                     status = {"podIP": "10.0.0.9", "conditions": [{"type": "Ready", "status": "True"}]}
                     metadata = {"name": name, "namespace": namespace, "labels": labels}
+                    metadata["annotations"] = dict(group["template"]["metadata"].get("annotations", {}))
                     self._cluster.put({"kind": POD.kind, "metadata": metadata, "status": status})
 
     def finish(

@@ -36,8 +36,10 @@ from kintsugi_operator.api.patterns import (
     OPTIONAL_NAME,
     QUANTITY,
     REDIS,
+    RESOURCE,
 )
 from kintsugi_operator.api.pod_template import PodTemplate
+from kintsugi_operator.api.vllm_arguments import VLLM_ARGUMENTS
 
 SHARDS_MAX = 256
 RAY_VERSION = "2.60.0"
@@ -88,7 +90,7 @@ class EnginesExpert(EngineExpert, ManifestSettings):
 
     NARROWED: ClassVar = {"selector": {"maxLength": 64}}
 
-    gpu_resource: str = setting("nvidia.com/gpu", minLength=1, maxLength=253)
+    gpu_resource: str = setting("nvidia.com/gpu", pattern=RESOURCE, maxLength=253)
     """Name of the resource by which Kubernetes counts GPUs."""
     shared_memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32)
     """Size of /dev/shm, which holds Ray's objects. It counts towards `memory`."""
@@ -107,6 +109,8 @@ class Engines(EngineSpec, ManifestSettings):
             "subresource reads and writes it.",
         },
         "replicas_max": {"maximum": 1024},
+        # Only the operator refuses others: a CRD cannot say so of values of any type.
+        "vllm": {"keys": VLLM_ARGUMENTS},
     }
 
     cpus: float = setting(4.0, minimum=0.1, maximum=1024)
@@ -123,17 +127,13 @@ class Tier(ManifestSettings):
     """An SSD tier of each shard, on its own volume."""
 
     RULES = (
-        Rule(this.gib >= before.gib, "a volume cannot shrink: add a tier under another name"),
-        Rule(
-            this.storage_class == before.storage_class,
-            "a volume keeps its storage class: add a tier under another name",
-        ),
+        Rule(this.name != "data", "data is the volume that every shard has: choose another name", "name"),
     )
 
     name: str = setting(maxLength=20, pattern=r"^[a-z]([-a-z0-9]{0,18}[a-z0-9])?$")
     """Name of the tier, which becomes part of its volumes' names."""
     gib: float = setting(minimum=1, maximum=1048576)
-    """Size of the tier in each shard, in GiB. It may grow, but not shrink."""
+    """Size of the tier in each shard, in GiB. A volume that exists may grow, but not shrink."""
     storage_class: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Storage class of the tier's volumes; empty: the cluster's default."""
 
@@ -150,7 +150,8 @@ class Volumes(ManifestSettings):
     retain: bool = True
     """Keep persistent volumes when the service is deleted."""
     data_gib: float = setting(1.0, minimum=0.1, maximum=1024)
-    """Size in GiB of each shard's data volume, which holds its identity and the reports on blending."""
+    """Size in GiB of each shard's data volume, which holds its identity and the reports on blending. A volume
+    that exists may grow, but not shrink."""
     storage_class: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Storage class of the data volumes; empty: the cluster's default."""
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from kintsugi.core.spaces import NAMESPACE_PATTERN
 
-NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
-OPTIONAL_NAME = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"
+SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+NAME = rf"^{SUBDOMAIN}$"
+OPTIONAL_NAME = rf"^({SUBDOMAIN})?$"
+RESOURCE = rf"^{SUBDOMAIN}/[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?$"
+"""An extended resource, such as nvidia.com/gpu."""
 LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 OPTIONAL_LABEL = r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$"
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"

@@ -90,7 +90,8 @@ class BlendServiceStatus(ManifestSettings):
     """Number of worker groups in the store, including groups without a shard: KubeRay forgets the pods of a
     group that is removed."""
     store_image: str = ""
-    """Image of the shards. A new engine image does not change it."""
+    """Image that shards run with; empty before the first one is ready. A new engine image does not change
+    it."""
     engine_replicas: int = 0
     """Engine pods of the revision that serves."""
     engine_selector: str = ""

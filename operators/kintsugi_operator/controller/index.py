@@ -52,6 +52,8 @@ class Watched:
     """Read only objects with this label; empty: all."""
     ignored: tuple[str, ...] = ()
     """Top-level fields that are dropped, because they are never read."""
+    status: tuple[str, ...] = ()
+    """Fields of the status that are read; empty: all."""
 
 
 KINDS = (
@@ -59,8 +61,8 @@ KINDS = (
     Watched(CORPUS_PRECOMPUTE, label=""),
     *(Watched(one) for one in OWNED),
     Watched(POD, ignored=("spec",)),
-    # Only the digest is read: an annotation that KubeRay copies from the RayService.
-    Watched(RAY_CLUSTER, ignored=("spec", "status")),
+    # The digest is read, an annotation that KubeRay copies from the RayService, and why pods are refused.
+    Watched(RAY_CLUSTER, ignored=("spec",), status=("conditions",)),
     # No object is ours: KubeRay serves the kind since 1.6.
     Watched(RAY_CRON_JOB),
 )
@@ -140,6 +142,8 @@ class Shelf:
             k: v for k, v in manifest["metadata"].items() if k not in ("managedFields", "resourceVersion")
         }
         read = {k: v for k, v in manifest.items() if k not in ignored} | {"metadata": metadata}
+        if self.kind.status and "status" in read:
+            read["status"] = {k: v for k, v in read["status"].items() if k in self.kind.status}
         text = json.dumps(read, sort_keys=True, separators=(",", ":"))
         return Entry(
             (metadata["namespace"], metadata["name"]),

@@ -36,7 +36,8 @@ from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.owners import Owners
 from kintsugi_operator.controller.queue import ObjectKey
 from kintsugi_operator.controller.scrape import Web
-from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
+from kintsugi_operator.desired.claims import fit_claim
+from kintsugi_operator.desired.compare import drift, needs_write
 from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
 from kintsugi_operator.desired.plan import Desired, plan_service
 from kintsugi_operator.desired.teardown import DRAIN_S_MAX, must_drain, next_teardown
@@ -47,6 +48,7 @@ from kintsugi_operator.objects.jobs import CORPUS
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
     LABEL_CORPUS,
+    LABEL_PART,
     LABEL_REVISION,
     LABEL_ROLE,
     LABEL_SERVICE,
@@ -54,10 +56,11 @@ from kintsugi_operator.objects.names import (
     selector,
 )
 from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.objects.store import PART as STORE
 from kintsugi_operator.objects.store import ray_service_name
 from kintsugi_operator.observed import conditions as c
 from kintsugi_operator.observed.changes import Change, list_changes
-from kintsugi_operator.observed.pod_failures import list_pod_failures
+from kintsugi_operator.observed.refusals import join_problems, list_refusals
 from kintsugi_operator.observed.views import (
     CorpusView,
     JobView,
@@ -70,10 +73,11 @@ from kintsugi_operator.observed.views import (
     label_of,
     ray_service_view,
     revision_of,
-    shard_pod,
+    store_pod,
 )
 
 logger = logging.getLogger(__name__)
+Problem = InvalidField | Refused
 S = TypeVar("S", BlendServiceStatus, CorpusPrecomputeStatus)
 
 SOON_S = 10.0
@@ -84,6 +88,7 @@ handles changes that only time causes, such as a schedule."""
 CONTESTED_S = 30.0
 """Seconds until the next look at a service that another operator owns."""
 UNENFORCEABLE_MAX = 10_000
+STORE_ROLES = ("shard", "head")
 
 
 class Reads(Protocol):
@@ -159,11 +164,13 @@ class Reconciler:
             await self._write_status(live, before, replace(result.status, **kept))
             return SOON_S
 
-        async def act() -> None:
+        async def act() -> tuple[Problem, ...]:
             mine = [one for one in owned if not label_of(one, LABEL_CORPUS)]
-            await self._apply(result.objects, mine)
+            problems = await self._apply(result.objects, mine)
+            # What was refused may need the room of what is pruned.
             await self._prune(owner, result.objects, mine)
             await self._upgrade(namespace, result)
+            return problems
 
         is_done = await self._act_and_report(act(), live, before, result.status, result.status)
         is_in_progress = any(one.status == "False" for one in result.status.conditions)
@@ -193,14 +200,16 @@ class Reconciler:
         target = await self._target(service)
         report = await self._report(jobs.get(before.job))
         pods = await self._reads.list(POD, namespace, tags)
-        failure = list_pod_failures(pods, self._clock()).get(CORPUS, "")
+        clusters = await self._reads.list(RAY_CLUSTER, namespace, tags)
+        failure = list_refusals(pods, (), clusters, (), self._clock()).get(CORPUS)
         observed = CorpusObserved(target, jobs, report, failure)
         result = plan_corpus(spec, owner, before, observed, self._clock())
 
-        async def act() -> None:
-            await self._apply(result.objects, owned)
+        async def act() -> tuple[Problem, ...]:
+            problems = await self._apply(result.objects, owned)
             for job in result.superfluous:
                 await self._cluster.delete(RAY_JOB, namespace, job)
+            return problems
 
         refused = replace(before, conditions=(c.true(c.VALID, "Accepted"),))
         is_done = await self._act_and_report(act(), live, before, result.status, refused)
@@ -214,15 +223,18 @@ class Reconciler:
         return LATER_S
 
     async def _act_and_report(
-        self, acting: Awaitable[None], live: Manifest, before: S, done: S, refused: S
+        self, acting: Awaitable[tuple[Problem, ...]], live: Manifest, before: S, done: S, refused: S
     ) -> bool:
         """Act, then write the status `done`, or `refused` after a refusal. Returns whether all was
         applied."""
-        outcome = c.true(c.RECONCILED, "Applied")
         try:
-            await acting
+            problems = await acting
         except (InvalidField, Refused) as error:
-            done, outcome = refused, c.false(c.RECONCILED, "NotApplied", str(error))
+            problems = (error,)
+        outcome = c.true(c.RECONCILED, "Applied")
+        if problems:
+            told = join_problems(problems)
+            done, outcome = refused, c.false(c.RECONCILED, told.reason, told.message)
         await self._write_status(live, before, done, (*done.conditions, outcome))
         return outcome.status == "True"
 
@@ -266,11 +278,15 @@ class Reconciler:
         return [one for found in lists for one in found]
 
     async def _observe(self, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest]) -> Observed:
-        shards = tuple(shard_pod(one) for one in pods if label_of(one, LABEL_ROLE) == "shard")
+        now = self._clock()
+        store_pods = [one for one in pods if label_of(one, LABEL_PART) == STORE]
         engine_pods = [one for one in pods if label_of(one, LABEL_ROLE) == "engine" and not is_leaving(one)]
         services = {label_of(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
+        everything = dict(services)
+        claims = [one for one in owned if one["kind"] == CLAIM.kind and not label_of(one, LABEL_CORPUS)]
+        clusters = await self._reads.list(RAY_CLUSTER, owner.namespace, selector(owner.name))
         store = services.pop("", None)
-        view = ray_service_view(store) if store is not None else None
+        view = ray_service_view(store, now) if store is not None else None
         cluster_digest = ""
         if view is not None and view.cluster:
             cluster = await self._reads.get(RAY_CLUSTER, owner.namespace, view.cluster)
@@ -283,11 +299,11 @@ class Reconciler:
             is_kuberay_recent=self._reads.serves(RAY_CRON_JOB),
             store=view,
             cluster_digest=cluster_digest,
-            pods=shards,
-            services={revision: ray_service_view(one) for revision, one in services.items()},
+            pods=tuple(store_pod(one, now) for one in store_pods if label_of(one, LABEL_ROLE) in STORE_ROLES),
+            services={revision: ray_service_view(one, now) for revision, one in services.items()},
             engines=Counter(label_of(one, LABEL_REVISION) for one in engine_pods),
             engines_ready=Counter(label_of(one, LABEL_REVISION) for one in engine_pods if is_pod_ready(one)),
-            pod_failures=list_pod_failures(pods, self._clock()),
+            refusals=list_refusals(pods, claims, clusters, list(everything.values()), now),
             revisions=dict(one for one in revisions if one is not None),
             selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
             corpora=await self._corpora(owner),
@@ -313,7 +329,7 @@ class Reconciler:
         metadata = service["metadata"]
         name = ray_service_name(metadata["name"])
         store = await self._reads.get(RAY_SERVICE, metadata["namespace"], name)
-        is_ready = store is not None and ray_service_view(store).is_ready
+        is_ready = store is not None and ray_service_view(store, self._clock()).is_ready
         return Target(spec, EngineRevision.of(spec), is_ready)
 
     async def _report(self, job: JobView | None) -> Mapping[str, Any]:
@@ -323,27 +339,43 @@ class Reconciler:
         host = job.dashboard.removeprefix("http://")
         return figures_in(await self._web.fetch(f"http://{host}/api/jobs/{job.job_id}/logs"))
 
-    async def _apply(self, wanted: Iterable[Manifest], live: Sequence[Manifest]) -> None:
-        """Apply the objects that differ, in order: claims before the pods that mount them."""
+    async def _apply(self, wanted: Iterable[Manifest], live: Sequence[Manifest]) -> tuple[Problem, ...]:
+        """Apply the objects that differ, in order: claims before the pods that mount them. Returns what was
+        refused; one refusal stops no other object."""
         by_name = {(one["kind"], one["metadata"]["name"]): one for one in live}
-        for asked in wanted:
-            metadata = asked["metadata"]
-            key = (asked["kind"], metadata["namespace"], metadata["name"])
-            found = by_name.get((asked["kind"], metadata["name"]))
-            one = not_shrunk(asked, found)
-            if not needs_write(one, found):
-                continue
-            if found is not None and self._unenforceable.get(key) == digest_of(one) == digest_of(found):
-                continue
-            if found is None:
-                await self._check_unowned(one)
-            applied = await self._cluster.apply(one)
-            logger.info("applied %s %s/%s", *key)
-            if (path := drift(one, applied)) is not None:
-                if len(self._unenforceable) >= UNENFORCEABLE_MAX:
-                    self._unenforceable.clear()
-                self._unenforceable[key] = digest_of(one)
-                logger.warning("%s %s/%s: something else keeps changing %s, so it stays as it is", *key, path)
+        problems = []
+        for one in wanted:
+            try:
+                await self._apply_one(one, by_name.get((one["kind"], one["metadata"]["name"])))
+            except (InvalidField, Refused) as error:
+                problems.append(error)
+        return tuple(problems)
+
+    async def _apply_one(self, one: Manifest, found: Manifest | None) -> None:
+        metadata = one["metadata"]
+        key = (one["kind"], metadata["namespace"], metadata["name"])
+        if found is not None and one["kind"] == CLAIM.kind:
+            step = fit_claim(one, found)
+            one = step.manifest
+            if step.kept:
+                raise InvalidField("spec.store", step.kept)
+            if step.must_replace:
+                # The next look makes it, once no pod waits for it.
+                await self._cluster.delete(CLAIM, metadata["namespace"], metadata["name"])
+                return
+        if not needs_write(one, found):
+            return
+        if found is not None and self._unenforceable.get(key) == digest_of(one) == digest_of(found):
+            return
+        if found is None:
+            await self._check_unowned(one)
+        applied = await self._cluster.apply(one)
+        logger.info("applied %s %s/%s", *key)
+        if (path := drift(one, applied)) is not None:
+            if len(self._unenforceable) >= UNENFORCEABLE_MAX:
+                self._unenforceable.clear()
+            self._unenforceable[key] = digest_of(one)
+            logger.warning("%s %s/%s: something else keeps changing %s, so it stays as it is", *key, path)
 
     async def _check_unowned(self, wanted: Manifest) -> None:
         """Raise `InvalidField` if an object of this name exists and does not belong to this service."""
@@ -369,13 +401,14 @@ class Reconciler:
             logger.info("deleted %s %s/%s", one["kind"], owner.namespace, one["metadata"]["name"])
 
     async def _upgrade(self, namespace: str, result: Desired) -> None:
-        """Update the RayCluster, or evict a shard's pod, which then restarts from the new template."""
+        """Update the RayCluster, or else evict pods, which KubeRay makes again from the new templates."""
         if result.cluster_patch is not None:
             patch = result.cluster_patch
             live = await self._cluster.get(RAY_CLUSTER, namespace, patch.cluster) or {}
             await self._cluster.merge(RAY_CLUSTER, namespace, patch.cluster, patch.over(live))
             logger.info("updated RayCluster %s/%s", namespace, patch.cluster)
-        elif pod := result.shard_step.pod:
+            return
+        for pod in result.shard_step.pods:
             is_evicted = await self._cluster.evict(namespace, pod)
             outcome = "evicted" if is_evicted else "a disruption budget forbids the eviction of"
             logger.info("%s %s/%s", outcome, namespace, pod)
@@ -388,7 +421,7 @@ class Reconciler:
         generation = int(live["metadata"].get("generation", 0))
         now = self._clock()
         given = conditions or after.conditions
-        merged = c.merge_conditions(before.conditions, given, generation, c.timestamp(now))
+        merged = c.merge_conditions(before.conditions, given, generation, now)
         self._metrics.see(ObjectKey.of(live), merged)
         written = replace(after, observed_generation=generation, conditions=merged)
         if written == before:

@@ -9,7 +9,6 @@ from typing import Any
 from kintsugi_operator.objects.pods import Manifest, quantity
 from kintsugi_operator.observed.views import digest_of
 
-CLAIM = "PersistentVolumeClaim"
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?")
 """Includes suffixes that a spec may not use: Kubernetes writes 1024Ti as 1Pi."""
 
@@ -38,18 +37,6 @@ def drift(wanted: Any, live: Any, path: str = "") -> str | None:
         inner = (drift(one, other, f"{path}[{index}]") for index, (one, other) in pairs)
         return next((one for one in inner if one is not None), None)
     return None if _equal(wanted, live) else path
-
-
-def not_shrunk(wanted: Manifest, live: Manifest | None) -> Manifest:
-    """Return the wanted object. A claim keeps the size of the live claim if that is larger: a user may have
-    enlarged it, and Kubernetes cannot shrink claims."""
-    if live is None or wanted["kind"] != CLAIM:
-        return wanted
-    ours = wanted["spec"]["resources"]["requests"]["storage"]
-    theirs = str(live.get("spec", {}).get("resources", {}).get("requests", {}).get("storage", ""))
-    if not _QUANTITY.fullmatch(theirs) or quantity(theirs) <= quantity(ours):
-        return wanted
-    return {**wanted, "spec": {**wanted["spec"], "resources": {"requests": {"storage": theirs}}}}
 
 
 def replacement_patch(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:

@@ -20,7 +20,7 @@ from kintsugi_operator.objects.jobs import corpus_job, ledger_claim
 from kintsugi_operator.objects.names import digest, ray_named
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed import conditions as c
-from kintsugi_operator.observed.views import JobState, JobView
+from kintsugi_operator.observed.views import JobState, JobView, Refusal, digest_of
 
 WITHOUT_RERUN = ("suspend", "schedule")
 """Fields of a spec that may change without the corpus being filled again."""
@@ -50,8 +50,8 @@ class CorpusObserved:
     """By name."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the current job, as `kintsugi precompute --json` prints them; empty before it has ended."""
-    pod_failure: str = ""
-    """Why a pod of the job does not start."""
+    refusal: Refusal | None = None
+    """Why the job does not start."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CorpusDesired:
     objects: tuple[Manifest, ...]
     status: CorpusPrecomputeStatus
     superfluous: tuple[str, ...] = ()
-    """Names of RayJobs of former runs, to be deleted."""
+    """Names of RayJobs to be deleted: those of former runs, and one that KubeRay must make anew."""
 
 
 def basis_of(spec: CorpusPrecomputeSpec, revision: EngineRevision) -> str:
@@ -111,15 +111,30 @@ def plan_corpus(
     name = ray_named(owner.name, digest(run))
     job = observed.jobs.get(name, JobView(name=name))
     was_done = run == before.run and before.phase in ("Succeeded", "Failed")
-    objects = [sign(ledger_claim(spec, owner))]
+    objects, gone = [sign(ledger_claim(spec, owner))], set(observed.jobs) - {name}
     if job.state.is_final or was_done:
         pass  # the job has ended and never changes again
     elif job.state is not JobState.ABSENT or (target.is_store_ready and not spec.suspend):
-        objects.append(sign(corpus_job(spec, owner, target.spec, target.revision, digest(run))))
+        wanted = sign(corpus_job(spec, owner, target.spec, target.revision, digest(run)))
+        if _must_replace(job, wanted, spec):
+            gone.add(name)  # the next look makes it
+        else:
+            objects.append(wanted)
     return CorpusDesired(
         tuple(objects),
         _status(spec, before, observed, run, job, was_done, now),
-        tuple(sorted(set(observed.jobs) - {name})),
+        tuple(sorted(gone)),
+    )
+
+
+def _must_replace(job: JobView, wanted: Manifest, spec: CorpusPrecomputeSpec) -> bool:
+    """Whether a job's pods must be made again. KubeRay ignores a changed template, and a job that Ray does
+    not have has nothing to lose (`observed.protection`)."""
+    return (
+        job.state is JobState.RUNNING
+        and not job.has_begun
+        and not spec.suspend
+        and job.digest != digest_of(wanted)
     )
 
 
@@ -147,7 +162,7 @@ def _status(
     conditions = (
         c.true(c.VALID, "Accepted"),
         c.true(c.READY, "ServiceFound"),
-        _complete(phase, job, observed.pod_failure),
+        _complete(phase, job, observed.refusal),
     )
     return replace(status, conditions=conditions)
 
@@ -162,11 +177,11 @@ def _phase(spec: CorpusPrecomputeSpec, observed: CorpusObserved, job: JobView) -
     return "Waiting"
 
 
-def _complete(phase: str, job: JobView, pod_failure: str) -> Condition:
+def _complete(phase: str, job: JobView, refusal: Refusal | None) -> Condition:
     messages = {
         "Waiting": "the service's store is not ready",
         "Starting": f"RayJob {job.name} is being created",
-        "Running": f"RayJob {job.name} is running" + (f"; {pod_failure}" if pod_failure else ""),
+        "Running": f"RayJob {job.name} is running",
         "Suspended": "suspend is set: unset it to continue",
         "Failed": f"{job.message or 'the job failed'}. See RayJob {job.name}. Chunks that were stored "
         "remain, and a changed spec starts a new run",
@@ -175,7 +190,10 @@ def _complete(phase: str, job: JobView, pod_failure: str) -> Condition:
         return c.true(
             c.COMPLETE, "Filled", "requests find its chunks by text or token ids, not by document id"
         )
-    return c.false(c.COMPLETE, phase, messages.get(phase, phase))
+    message = messages.get(phase, phase)
+    if phase == "Running" and refusal is not None:
+        return c.false(c.COMPLETE, refusal.reason, f"{message}; {refusal.message}")
+    return c.false(c.COMPLETE, phase, message)
 
 
 def figures_in(log: str) -> Mapping[str, Any]:

@@ -25,15 +25,19 @@ from kintsugi_operator.objects.network import budgets, policies
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.service import PART as SERVICE_PART
 from kintsugi_operator.objects.service import account_objects, endpoints, revision_objects, service_objects
+from kintsugi_operator.objects.store import PART as STORE_PART
 from kintsugi_operator.objects.store import (
+    StoreImage,
     choose_store_image,
+    head_of_store,
     needs_restart,
     ray_service_name,
     shard_templates,
     store_objects,
 )
 from kintsugi_operator.observed import conditions as c
-from kintsugi_operator.observed.views import Observed, RayServiceView, label_of
+from kintsugi_operator.observed.protection import is_recent
+from kintsugi_operator.observed.views import Observed, RayServiceView, Refusal, label_of
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,14 @@ def plan_service(
     since = before.rollout.since if before.rollout.since and not has_moved else c.timestamp(now)
     rollout = replace(rollout, since=since)
 
-    running = observed.store.image if observed.store is not None else None
+    running = _running_image(before, observed, now)
     image = choose_store_image(spec, running)
     running_groups = observed.store.worker_groups if observed.store is not None else 0
     groups = max(spec.store.shards, running_groups, before.shard_groups)
     store = store_objects(spec, owner, image, groups)
     templates = [label_of(one, LABEL_TEMPLATE) for one in shard_templates(spec, owner, image)]
-    shard_step = next_step(templates, observed.pods)
+    head = label_of(head_of_store(spec, owner, image), LABEL_TEMPLATE)
+    shard_step = next_step(templates, head, observed.pods)
     if observed.store is not None and observed.store.serve_config and shard_step.outdated:
         # The new Serve configuration waits until every pod has the new volumes and sizes.
         store[-1]["spec"]["serveConfigV2"] = observed.store.serve_config
@@ -98,13 +103,28 @@ def plan_service(
         *policies(spec, owner, observed.home),
     ]
     status = replace(
-        _status(spec, owner, observed, rollout, shard_step, known[rollout.active].model),
+        _status(spec, owner, observed, rollout, shard_step, running, known[rollout.active].model),
         observed_generation=before.observed_generation,
         shard_groups=groups,
-        store_image=image.image,
+        store_image=running.image if running is not None else "",
         operator=before.operator,
     )
     return Desired(tuple(map(sign, objects)), status, shard_step, _cluster_patch(store[-1], observed))
+
+
+def _running_image(before: BlendServiceStatus, observed: Observed, now: datetime) -> StoreImage | None:
+    """The image that the store runs with; None if the store has nothing to lose (`observed.protection`): no
+    shard was ever ready, or everything is down for good."""
+    if observed.store is None or observed.store.image is None:
+        return None
+    applied = observed.store.image
+    # What was applied last may never have run.
+    if held := {pod.image for pod in observed.pods if pod.is_protected and pod.image is not None}:
+        return applied if applied in held else min(held, key=str)
+    down = next((one for one in before.conditions if one.type == c.STORE), None)
+    is_made = bool(before.store_image) or observed.store.is_protected
+    is_waited_for = down is None or not c.is_false(down) or is_recent(down.last_transition_time, now)
+    return replace(applied, image=before.store_image or applied.image) if is_made and is_waited_for else None
 
 
 def sign(manifest: Manifest) -> Manifest:
@@ -140,7 +160,7 @@ def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
     if wanted == observed.cluster_digest:
         return None
     cluster = store["spec"]["rayClusterConfig"]
-    specs = {key: cluster[key] for key in ("headGroupSpec", "workerGroupSpecs")}
+    specs = {key: cluster[key] for key in ("rayVersion", "headGroupSpec", "workerGroupSpecs")}
     # Null removes these options. The head reads them at its next restart.
     specs["gcsFaultToleranceOptions"] = cluster.get("gcsFaultToleranceOptions")
     patch = {"metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}}, "spec": specs}
@@ -153,6 +173,7 @@ def _status(
     observed: Observed,
     rollout: RolloutStatus,
     shard_step: ShardStep,
+    running: StoreImage | None,
     model: Model,
 ) -> BlendServiceStatus:
     ready = ready_shards(spec.store.shards, observed.pods)
@@ -170,7 +191,7 @@ def _status(
             c.true(c.VALID, "Accepted"),
             _kuberay_condition(spec, owner, observed),
             _store_condition(spec, observed, ready),
-            _shards_condition(spec, owner, observed, shard_step),
+            _shards_condition(spec, owner, running, shard_step),
             _rollout_condition(rollout, observed),
             _ready_condition(ready, engines_ready, observed, rollout),
         ),
@@ -209,20 +230,23 @@ def _kuberay_condition(spec: BlendServiceSpec, owner: Owner, observed: Observed)
 def _store_condition(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
     if ready >= spec.store.shards:
         return c.true(c.STORE, "AllShardsReady")
-    messages = _join_messages(observed.store, observed, "store")
-    return c.false(c.STORE, "ShardsMissing", f"{ready} of {spec.store.shards} shards are ready{messages}")
+    text = f"{ready} of {spec.store.shards} shards are ready"
+    return _not_up(c.STORE, "ShardsMissing", text, observed.store, observed.refusals.get(STORE_PART))
 
 
-def _join_messages(service: RayServiceView | None, observed: Observed, part: str) -> str:
-    """KubeRay's message about a RayService, and the failure of a pod."""
-    texts = (service.message if service is not None else "", observed.pod_failures.get(part, ""))
-    return "".join(f": {text}" for text in texts if text)
+def _not_up(
+    type_: str, reason: str, text: str, service: RayServiceView | None, refusal: Refusal | None
+) -> Condition:
+    """A false condition, with KubeRay's message about a RayService and the refusal that is the reason."""
+    said = (service.message if service is not None else "", refusal.message if refusal is not None else "")
+    message = text + "".join(f": {one}" for one in said if one)
+    return c.false(type_, refusal.reason if refusal is not None else reason, message)
 
 
 def _shards_condition(
-    spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep
+    spec: BlendServiceSpec, owner: Owner, running: StoreImage | None, shard_step: ShardStep
 ) -> Condition:
-    if needs_restart(spec, observed.store.image if observed.store is not None else None):
+    if needs_restart(spec, running):
         return c.false(
             c.SHARDS,
             "RestartNeeded",
@@ -243,9 +267,12 @@ def _rollout_condition(rollout: RolloutStatus, observed: Observed) -> Condition:
     }
     text = f"revision {rollout.active} serves until {rollout.pending} is ready"
     text += f": {messages.get(rollout.phase, rollout.phase)}"
-    if rollout.phase == Phase.STARTING:
-        text += _join_messages(observed.services.get(rollout.pending), observed, "service")
-    return c.false(c.ROLLED_OUT, str(rollout.phase), text)
+    if rollout.phase != Phase.STARTING:
+        return c.false(c.ROLLED_OUT, str(rollout.phase), text)
+    name = rollout.pending
+    return _not_up(
+        c.ROLLED_OUT, str(rollout.phase), text, observed.services.get(name), observed.refusals.get(name)
+    )
 
 
 def _ready_condition(
@@ -257,5 +284,6 @@ def _ready_condition(
         return c.true(c.READY, "ServingWithoutStore", "no shard is ready: requests get a full prefill")
     if not observed.is_kuberay_installed:
         return c.false(c.READY, "KubeRayMissing", "see KubeRayReady")
-    messages = _join_messages(observed.services.get(rollout.active), observed, "service")
-    return c.false(c.READY, "EnginesStarting", f"no engine of revision {rollout.active} is ready{messages}")
+    name = rollout.active
+    text = f"no engine of revision {name} is ready"
+    return _not_up(c.READY, "EnginesStarting", text, observed.services.get(name), observed.refusals.get(name))

@@ -6,9 +6,10 @@
       ▲                                                            │ corpora filled
       └──── the old one is retired ◀── the Service switches ◀──────┘
 
-The first revision serves at once. A revision whose model has no report serves by full prefill until its
-engines have learned from the prompts they serve. A newly requested revision replaces the pending one;
-requesting the active one again ends the rollout.
+The first revision serves at once, and so does one that replaces a revision with nothing to lose
+(`observed.protection`): it never served, or has been down for long. A revision whose model has no report
+serves by full prefill until its engines have learned from the prompts they serve. A newly requested revision
+replaces the pending one; requesting the active one again ends the rollout.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def step(rollout: RolloutStatus, requested: str, observed: Observed, now: dateti
         return replace(rollout, active=requested, pending="", phase=Phase.IDLE)
     if requested == rollout.active:
         return _replace_pending(rollout, "", Phase.IDLE) if rollout.pending else rollout
+    active = observed.services.get(rollout.active)
+    if active is None or not active.is_protected:
+        return replace(_replace_pending(rollout, requested, Phase.IDLE), active=requested, pending="")
     if requested != rollout.pending:
         return _replace_pending(rollout, requested, Phase.STARTING)
     return _advance_pending(rollout, observed, now)

@@ -1,11 +1,12 @@
-"""Decides which shard restarts next, so that the operator never takes down more than one at a time."""
+"""Decides which pods of the store are replaced next. The operator never takes down more than one shard that
+holds chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kintsugi_operator.observed.views import ShardPod
+from kintsugi_operator.observed.views import HEAD, StorePod
 
 
 @dataclass(frozen=True)
@@ -13,37 +14,43 @@ class ShardStep:
     """One step of an upgrade."""
 
     outdated: int = 0
-    """Number of pods with an outdated template; 0: the upgrade is complete."""
+    """Number of shards' pods with an outdated template; 0: the upgrade is complete."""
     message: str = ""
-    pod: str = ""
-    """The pod to evict; empty: none now. It writes back its RAM before it ends, and returns with its
+    pods: tuple[str, ...] = ()
+    """The pods to evict; empty: none now. A shard writes back its RAM before it ends, and returns with its
     volumes."""
 
 
-def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
-    """Decide from the wanted template digests, by shard, and the existing pods.
+def next_step(templates: Sequence[str], head: str, pods: Sequence[StorePod]) -> ShardStep:
+    """Decide from the wanted template digests, by shard and of the head, and the existing pods.
 
-    Evicts only while every shard has a ready pod, outdated pods included: while a shard is down, no second
-    one is taken down.
+    Outdated pods that have nothing to lose (`observed.protection`) are evicted at once. One of the others is
+    evicted only while every other shard has a ready pod, outdated pods included: while a shard is down, no
+    second one is taken down. A head that runs is never evicted, because it would take all shards with it.
     """
+    wanted = {**dict(enumerate(templates)), HEAD: head}
     outdated = [
         pod
         for pod in sorted(pods, key=lambda one: (one.shard, one.name))
-        if 0 <= pod.shard < len(templates) and pod.template != templates[pod.shard]
+        if pod.shard in wanted and pod.template != wanted[pod.shard]
     ]
-    if not outdated:
+    count = sum(pod.shard != HEAD for pod in outdated)
+    present = [pod for pod in outdated if not pod.is_leaving]
+    if idle := tuple(pod.name for pod in present if not pod.is_protected):
+        return ShardStep(count, "replacing pods that are not ready", idle)
+    if not count:
         return ShardStep()
     ready = {pod.shard for pod in pods if pod.is_ready and not pod.is_leaving}
     missing = set(range(len(templates))) - ready
-    # An outdated pod that is not ready is replaced first, because nothing is lost.
-    down = (pod for pod in outdated if not pod.is_ready and not pod.is_leaving and missing <= {pod.shard})
-    chosen = next(down, None if missing else outdated[0])
+    # A shard that is not ready is replaced first, because none goes down for it.
+    held = sorted((pod for pod in present if pod.shard != HEAD), key=lambda one: one.is_ready)
+    chosen = next((pod for pod in held if missing <= {pod.shard}), None)
     if chosen is None:
         text = f"waiting for shard {', '.join(map(str, sorted(missing)))} before the next restart"
-        return ShardStep(len(outdated), text)
-    return ShardStep(len(outdated), f"restarting shard {chosen.shard}", chosen.name)
+        return ShardStep(count, text)
+    return ShardStep(count, f"restarting shard {chosen.shard}", (chosen.name,))
 
 
-def ready_shards(shards: int, pods: Sequence[ShardPod]) -> int:
+def ready_shards(shards: int, pods: Sequence[StorePod]) -> int:
     """Number of shards with a ready pod."""
     return len({pod.shard for pod in pods if pod.is_ready and not pod.is_leaving and 0 <= pod.shard < shards})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kintsugi_operator.objects.names import LABEL_PART, LABEL_ROLE
 from kintsugi_operator.objects.network import USERS
 from kintsugi_operator.objects.pods import Manifest
-from kintsugi_operator.observed.views import is_leaving, is_pod_ready, label_of, ray_service_view
+from kintsugi_operator.observed.views import is_leaving, is_pod_ready, is_service_ready, label_of
 
 DRAIN_S_MAX = 600.0
 """Limit of a drain, since a lost node would otherwise prevent the deletion forever."""
@@ -31,7 +31,7 @@ def must_drain(ray: Sequence[Manifest], pods: Sequence[Manifest]) -> bool:
     """Whether a service needs the finalizer: one of its parts is ready. A part that was never ready has
     answered no request and stored no chunk."""
     is_working = any(label_of(one, LABEL_ROLE) in ("shard", "engine") and is_pod_ready(one) for one in pods)
-    return is_working or any(ray_service_view(one).is_ready for one in ray)
+    return is_working or any(is_service_ready(one) for one in ray)
 
 
 def next_teardown(ray: Sequence[Manifest], pods: Sequence[Manifest], age_s: float) -> Teardown:

@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_network
 from pathlib import PurePosixPath
+from typing import Any
 
 from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, SHARD_PORT
 from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress, Engines, Gateways
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import GROUP, check_manifest
-from kintsugi_operator.api.patterns import LABEL
+from kintsugi_operator.api.patterns import LABEL, SUBDOMAIN
 from kintsugi_operator.api.pod_template import PodTemplate
 from kintsugi_operator.desired.schedule import check_schedule
 from kintsugi_operator.objects.deployed import (
@@ -82,7 +83,7 @@ RESERVED_PATHS = (
     MODELS,
     "/var/run/secrets/kubernetes.io/serviceaccount",
 )
-_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_KEY = re.compile(rf"({SUBDOMAIN}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 
@@ -140,10 +141,11 @@ def check_pod_template(template: PodTemplate, where: str) -> None:
     for key in template.labels:
         if key in RESERVED_LABELS:
             raise InvalidField(f"{where}.labels", f"{key} cannot be set: {RESERVED_LABELS[key]}")
-    for field, pairs in (("labels", template.labels), ("nodeSelector", template.node_selector)):
-        for key, value in pairs.items():
-            if not _VALUE.fullmatch(value):
-                raise InvalidField(f"{where}.{field}", f"{key}: {value!r} is not a valid value of a label")
+    check_labels(template.labels, f"{where}.labels")
+    check_labels(template.node_selector, f"{where}.nodeSelector")
+    check_labels({one.key: one.value for one in template.tolerations if one.key}, f"{where}.tolerations")
+    _check_selectors(template.affinity, f"{where}.affinity")
+    _check_selectors(template.topology_spread_constraints, f"{where}.topologySpreadConstraints")
     _check_volumes(template, where)
     _check_mounts(template, where)
 
@@ -156,6 +158,32 @@ def check_keys(pairs: Mapping[str, str], where: str) -> None:
             raise InvalidField(where, f"{key} cannot be set: {prefix} belongs to the operator or Ray")
         if not _KEY.fullmatch(key):
             raise InvalidField(where, f"{key!r} is not a valid key: write name or prefix/name")
+
+
+def check_labels(pairs: Mapping[str, str], where: str) -> None:
+    """Raise `InvalidField` for a key or a value that no label can have."""
+    for key, value in pairs.items():
+        if not _KEY.fullmatch(key):
+            raise InvalidField(where, f"{key!r} is not a valid key: write name or prefix/name")
+        if not isinstance(value, str) or not _VALUE.fullmatch(value):
+            raise InvalidField(where, f"{key}: {value!r} is not a valid value of a label")
+
+
+def _check_selectors(value: Any, where: str) -> None:
+    """Raise `InvalidField` for a selector within free-form fields that no label can match."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key == "matchLabels" and isinstance(inner, Mapping):
+                check_labels(inner, f"{where}.{key}")
+            elif key == "matchExpressions" and isinstance(inner, Sequence):
+                for one in inner:
+                    for text in one.get("values") or ("",):
+                        check_labels({str(one.get("key", "")): text}, f"{where}.{key}")
+            else:
+                _check_selectors(inner, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _check_selectors(inner, f"{where}.{index}")
 
 
 def _check_volumes(template: PodTemplate, where: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from kintsugi_operator.api.blend_service import Redis
 from kintsugi_operator.api.manifest import API_VERSION
-from kintsugi_operator.objects.pods import Manifest, resources, security
+from kintsugi_operator.objects.names import ANNOTATION_VOLUME
+from kintsugi_operator.objects.pods import Manifest, claim_spec, mebibytes, resources, security
 
 RAY_API_VERSION = "ray.io/v1"
 OBJECT_STORE_BYTES = 256 << 20
@@ -57,6 +58,15 @@ def make_object(
     if annotations:
         metadata["annotations"] = dict(annotations)
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **body}
+
+
+def make_claim(
+    owner: Owner, name: str, labels: Mapping[str, str], gib: float, storage_class: str, owned: bool = True
+) -> Manifest:
+    """Make a PersistentVolumeClaim, without its digest."""
+    body = {"spec": {**claim_spec(gib, storage_class), "volumeMode": "Filesystem"}}
+    asked = {ANNOTATION_VOLUME: f"{storage_class}/{mebibytes(gib)}"}
+    return make_object(owner, "PersistentVolumeClaim", name, labels, body, owned=owned, annotations=asked)
 
 
 def worker_group(

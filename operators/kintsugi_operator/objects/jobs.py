@@ -10,7 +10,14 @@ from typing import Any
 from kintsugi.core.deploy import ModelExpert
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
-from kintsugi_operator.objects.base import RAY_API_VERSION, Owner, make_object, ray_cluster, worker_group
+from kintsugi_operator.objects.base import (
+    RAY_API_VERSION,
+    Owner,
+    make_claim,
+    make_object,
+    ray_cluster,
+    worker_group,
+)
 from kintsugi_operator.objects.deployed import (
     CORPUS_KEY,
     EngineRevision,
@@ -23,7 +30,6 @@ from kintsugi_operator.objects.pods import (
     Manifest,
     Pod,
     Volume,
-    claim_spec,
     claim_volume,
     template,
 )
@@ -66,9 +72,8 @@ def corpus_labels(service: str, corpus: str) -> dict[str, str]:
 
 def ledger_claim(corpus: CorpusPrecomputeSpec, owner: Owner) -> Manifest:
     """Return the claim of the ledger, which records the chunks of every document and outlives jobs."""
-    body = {"spec": {**claim_spec(corpus.expert.ledger_gib, ""), "volumeMode": "Filesystem"}}
     tags = corpus_labels(corpus.service, owner.name)
-    return make_object(owner, "PersistentVolumeClaim", join_name(owner.name, "ledger"), tags, body)
+    return make_claim(owner, join_name(owner.name, "ledger"), tags, corpus.expert.ledger_gib, "")
 
 
 def corpus_job(

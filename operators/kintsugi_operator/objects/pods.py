@@ -37,13 +37,13 @@ STORE_TOKEN = "/etc/kintsugi/store-token"
 TOKENS = "/etc/kintsugi/tokens"
 MODELS = "/models"
 
-_SUFFIXES = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_SUFFIXES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+_SUFFIXES = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_SUFFIXES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60}
 
 
 def quantity(text: str) -> float:
     """Bytes or cores of a Kubernetes quantity."""
-    number, suffix = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", text).groups()  # type: ignore[union-attr]
+    number, suffix = re.fullmatch(r"([0-9.]+(?:[eE][0-9]+)?)([A-Za-z]*)", text).groups()  # type: ignore[union-attr]
     return float(number) * _SUFFIXES.get(suffix, 1.0)
 
 
@@ -124,6 +124,7 @@ class Pod:
     image: str
     cpus: float
     memory: str
+    annotations: Mapping[str, str] = field(default_factory=dict)
     pull_secrets: Sequence[str] = ()
     service_account: str = "default"
     gpus: int = 0
@@ -206,8 +207,8 @@ def template(pod: Pod) -> Manifest:
     }
     spec |= {key: value for key, value in optional.items() if value}
     metadata: Manifest = {"labels": {**more.labels, **pod.labels}}
-    if more.annotations:
-        metadata["annotations"] = dict(more.annotations)
+    if annotations := {**more.annotations, **pod.annotations}:
+        metadata["annotations"] = annotations
     made = {"metadata": metadata, "spec": spec}
     metadata["labels"][LABEL_TEMPLATE] = digest(made)
     return made

@@ -16,6 +16,7 @@ from kintsugi_operator.objects.base import (
     RAY_API_VERSION,
     Owner,
     fault_tolerance,
+    make_claim,
     make_object,
     ray_cluster,
     ray_service_body,
@@ -33,6 +34,7 @@ from kintsugi_operator.objects.deployed import (
 )
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
+    ANNOTATION_IMAGE,
     digest,
     join_name,
     labels,
@@ -65,7 +67,8 @@ class StoreImage:
 
 def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> StoreImage:
     """The shards' image: `store.image`, else the running image, else the service's. The running image stays
-    until the RayService is deleted if another one needs a restart of the whole store."""
+    until the RayService is deleted if another one needs a restart of the whole store. `running`: None for a
+    store with nothing to lose (`observed.protection`)."""
     if running is None:
         return StoreImage(spec.store.image or spec.image, spec.expert.ray_version)
     is_kept = not spec.store.image or needs_restart(spec, running)
@@ -103,14 +106,12 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
     if spec.store.expert.volumes.kind == "Persistent":
         for index in range(spec.store.shards):
             for claim, gib, storage_class in claim_names(spec, owner.name, index).values():
-                body = {"spec": {**claim_spec(gib, storage_class), "volumeMode": "Filesystem"}}
                 tags = labels(owner.name, part=PART, shard=str(index))
                 is_owned = not spec.store.expert.volumes.retain
-                objects.append(make_object(owner, "PersistentVolumeClaim", claim, tags, body, owned=is_owned))
+                objects.append(make_claim(owner, claim, tags, gib, storage_class, is_owned))
     tags = labels(owner.name, part=PART)
-    ports = {"directory": DIRECTORY_PORT}
     cluster = ray_cluster(
-        head_template(spec, owner.name, tags, "3Gi", image=image.image, ports=ports),
+        head_of_store(spec, owner, image),
         [_group(spec, owner, image, index) for index in range(max(groups, spec.store.shards))],
         image.ray_version,
     )
@@ -125,6 +126,12 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
 def shard_templates(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> list[Manifest]:
     """Pod templates of the shards, by index."""
     return [_shard(spec, owner, image, index) for index in range(spec.store.shards)]
+
+
+def head_of_store(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
+    """Pod template of the store's head."""
+    ports, tags = {"directory": DIRECTORY_PORT}, labels(owner.name, part=PART)
+    return head_template(spec, owner.name, tags, "3Gi", image=image.image, ports=ports)
 
 
 def _group(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) -> Manifest:
@@ -145,6 +152,7 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
             **{**pod_basics(spec, owner.name, tags), "image": image.image},
             cpus=spec.store.cpus,
             memory=mebibytes(_memory_gib(spec)),
+            annotations={ANNOTATION_IMAGE: f"{image.ray_version} {image.image}"},
             ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
             volumes=[*_volumes(spec, owner, index), *shard_secrets(spec)],
             readiness=process_health("shard-metrics"),

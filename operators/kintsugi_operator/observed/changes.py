@@ -16,6 +16,7 @@ from kintsugi_operator.api.status import (
     CorpusPrecomputeStatus,
 )
 from kintsugi_operator.observed import conditions as c
+from kintsugi_operator.observed.refusals import STALLS_AFTER_S
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,6 @@ class Change:
 
 REASONS = {
     (c.VALID, "InvalidSpec"): ("SpecRefused", True),
-    (c.RECONCILED, "NotApplied"): ("ApplyRefused", True),
     (c.KUBERAY, "Missing"): ("KubeRayMissing", True),
     (c.KUBERAY, "TooOld"): ("KubeRayTooOld", True),
     (c.SHARDS, "Upgrading"): ("ShardUpgradeStarted", False),
@@ -83,6 +83,8 @@ def _describe_change(before: Condition | None, now: Condition) -> Change | None:
         return None
     if (now.type, now.reason) == (c.READY, "InvalidSpec"):
         return None  # `Valid` has the Event
+    if c.is_false(now) and now.reason in STALLS_AFTER_S and now.type != c.KUBERAY:
+        return Change(now.reason, now.message, is_warning=True)
     if (told := REASONS.get((now.type, now.reason))) is not None:
         return Change(told[0], now.message or _describe_state(now), told[1])
     was = before.status if before is not None else ConditionStatus.UNKNOWN

@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from kintsugi_operator.api.status import Condition, ConditionStatus
+from kintsugi_operator.observed.refusals import STALLS_AFTER_S
 
 READY = "Ready"
 VALID = "Valid"
@@ -49,27 +50,32 @@ def false(type_: str, reason: str, message: str) -> Condition:
 
 
 def merge_conditions(
-    before: Sequence[Condition], after: Sequence[Condition], generation: int, now: str
+    before: Sequence[Condition], after: Sequence[Condition], generation: int, now: datetime
 ) -> tuple[Condition, ...]:
     """The conditions after a look, each with the time of its last change. Conditions that are missing from
     `after` stay. `Reconciling` and `Stalled` are derived from the others."""
     known = {one.type: one for one in before}
-    found = {one.type: one for one in after}
-    others = [one for one in ({**known, **found}).values() if one.type not in (RECONCILING, STALLED)]
-    for one in (*after, *summarise_progress(others)):
+
+    def put(one: Condition) -> None:
         old = known.get(one.type)
-        since = old.last_transition_time if old is not None and old.status == one.status else now
+        since = old.last_transition_time if old is not None and old.status == one.status else timestamp(now)
         known[one.type] = replace(one, last_transition_time=since, observed_generation=generation)
+
+    for one in after:
+        put(one)
+    others = [one for one in known.values() if one.type not in (RECONCILING, STALLED)]
+    for one in summarise_progress(others, now):
+        put(one)
     return tuple(sorted(known.values(), key=lambda one: one.type))
 
 
-def summarise_progress(conditions: Sequence[Condition]) -> tuple[Condition, Condition]:
+def summarise_progress(conditions: Sequence[Condition], now: datetime) -> tuple[Condition, Condition]:
     """Derive `Reconciling` and `Stalled`, from which kstatus (used by helm 4 and Flux) reads an object's
     progress.
 
     At most one of them is true, because kstatus reads the first that it finds.
     """
-    stall = next((one for one in conditions if is_false(one) and (one.type, one.reason) in STALLS), None)
+    stall = next((one for one in conditions if _is_stalled(one, now)), None)
     if stall is not None:
         return false(RECONCILING, "Stalled", f"see {stall.type}"), true(STALLED, stall.reason, stall.message)
     busy = next((one for one in conditions if _is_under_way(one)), None)
@@ -77,6 +83,19 @@ def summarise_progress(conditions: Sequence[Condition]) -> tuple[Condition, Cond
         return false(RECONCILING, "Settled", ""), false(STALLED, "Settled", "")
     message = f"{busy.type} is {busy.status}: {busy.message}"
     return true(RECONCILING, busy.reason, message), false(STALLED, "InProgress", "")
+
+
+def _is_stalled(condition: Condition, now: datetime) -> bool:
+    """Whether only a person can make a condition true, as far as the time since it became false can tell."""
+    if not is_false(condition):
+        return False
+    if (condition.type, condition.reason) in STALLS:
+        return True
+    after_s = STALLS_AFTER_S.get(condition.reason)
+    since = condition.last_transition_time
+    if after_s is None or not since:
+        return False
+    return (now - datetime.fromisoformat(since)).total_seconds() >= after_s
 
 
 def is_false(condition: Condition) -> bool:

@@ -5,16 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.objects.deployed import EngineRevision
-from kintsugi_operator.objects.names import ANNOTATION_DIGEST, LABEL_REVISION, LABEL_SHARD, LABEL_TEMPLATE
+from kintsugi_operator.objects.names import (
+    ANNOTATION_DIGEST,
+    ANNOTATION_IMAGE,
+    LABEL_REVISION,
+    LABEL_SHARD,
+    LABEL_TEMPLATE,
+)
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.service import REVISION_KEY
 from kintsugi_operator.objects.store import StoreImage
+from kintsugi_operator.observed.protection import may_pod_recover, may_service_recover, ready_condition
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why something does not come up."""
+
+    reason: str
+    """A key of `refusals.STALLS_AFTER_S`."""
+    message: str
 
 
 class JobState(StrEnum):
@@ -41,6 +58,10 @@ class JobView:
     dashboard: str = ""
     """`host:port` of its Ray cluster's dashboard; empty until it has one."""
     job_id: str = ""
+    has_begun: bool = False
+    """Whether Ray has the job."""
+    digest: str = ""
+    """Digest of the manifest that was applied."""
 
 
 @dataclass(frozen=True)
@@ -48,25 +69,44 @@ class RayServiceView:
     """The observed state of a RayService."""
 
     is_ready: bool = False
+    may_recover: bool = False
+    """Whether it has served and may come back by itself (`observed.protection`)."""
     cluster: str = ""
-    """Name of the RayCluster that serves."""
+    """Name of the RayCluster that serves, or else of the one that starts."""
     message: str = ""
     serve_config: str = ""
     worker_groups: int = 0
     image: StoreImage | None = None
     """Image of the first worker group; None if it names none."""
 
+    @property
+    def is_protected(self) -> bool:
+        return self.is_ready or self.may_recover
+
+
+HEAD = -1
+"""Index of the store's head among its pods."""
+
 
 @dataclass(frozen=True)
-class ShardPod:
-    """The observed state of a shard's pod."""
+class StorePod:
+    """The observed state of a pod of the store."""
 
     name: str
     shard: int
+    """Index of the shard, or `HEAD`."""
     template: str
     """Digest of the template that the pod was made from."""
     is_ready: bool
     is_leaving: bool = False
+    image: StoreImage | None = None
+    """What a shard was made with; None for a head."""
+    may_recover: bool = False
+    """Whether it may hold chunks although it is not ready (`observed.protection`)."""
+
+    @property
+    def is_protected(self) -> bool:
+        return self.is_ready or self.may_recover
 
 
 @dataclass(frozen=True)
@@ -89,7 +129,8 @@ class Observed:
     store: RayServiceView | None = None
     cluster_digest: str = ""
     """Digest of the configuration that was last applied to the store's RayCluster."""
-    pods: tuple[ShardPod, ...] = ()
+    pods: tuple[StorePod, ...] = ()
+    """Pods of the store: its shards and its head."""
     services: Mapping[str, RayServiceView] = field(default_factory=dict)
     """By revision."""
     engines: Mapping[str, int] = field(default_factory=dict)
@@ -100,24 +141,24 @@ class Observed:
     """Revisions that ConfigMaps hold, by name."""
     selected: str = ""
     """The revision that the gateway's Service selects."""
-    pod_failures: Mapping[str, str] = field(default_factory=dict)
-    """Why a pod does not start, by part."""
+    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    """Why a part does not come up: of the store under its part, of engines and gateways by revision."""
     corpora: tuple[CorpusView, ...] = ()
     home: str = ""
     """Namespace of the operator's own pods; empty: unknown."""
 
 
-def ray_service_view(manifest: Manifest) -> RayServiceView:
+def ray_service_view(manifest: Manifest, now: datetime) -> RayServiceView:
     """The view of a RayService as the API server returned it."""
     spec, status = manifest.get("spec", {}), manifest.get("status") or {}
-    conditions = {one["type"]: one for one in status.get("conditions") or []}
-    ready = conditions.get("Ready", {})
-    active = status.get("activeServiceStatus") or {}
-    applications = active.get("applicationStatuses") or {}
+    ready = ready_condition(manifest)
+    active, pending = (status.get(f"{which}ServiceStatus") or {} for which in ("active", "pending"))
+    applications = {**(active.get("applicationStatuses") or {}), **(pending.get("applicationStatuses") or {})}
     said = [f"{name}: {app.get('message')}" for name, app in applications.items() if app.get("message")]
     return RayServiceView(
-        is_ready=ready.get("status") == "True" or status.get("serviceStatus") == "Running",
-        cluster=active.get("rayClusterName", ""),
+        is_ready=is_service_ready(manifest),
+        may_recover=may_service_recover(manifest, now),
+        cluster=active.get("rayClusterName") or pending.get("rayClusterName") or "",
         message="; ".join([*said, *([ready["message"]] if ready.get("message") else [])])[:1024],
         serve_config=spec.get("serveConfigV2", ""),
         worker_groups=len((spec.get("rayClusterConfig") or {}).get("workerGroupSpecs") or []),
@@ -153,25 +194,35 @@ def job_view(manifest: Manifest) -> JobView:
         manifest["metadata"]["name"],
         status.get("dashboardURL", ""),
         status.get("jobId", ""),
+        has_begun=bool(job),
+        digest=digest_of(manifest),
     )
 
 
-def shard_pod(manifest: Manifest) -> ShardPod:
-    """The view of a shard's pod."""
+def store_pod(manifest: Manifest, now: datetime) -> StorePod:
+    """The view of a pod of the store."""
     index = label_of(manifest, LABEL_SHARD)
-    return ShardPod(
+    ray_version, _, image = digest_of(manifest, ANNOTATION_IMAGE).partition(" ")
+    return StorePod(
         name=manifest["metadata"]["name"],
-        shard=int(index) if index.isdigit() else -1,
+        shard=int(index) if index.isdigit() else HEAD,
         template=label_of(manifest, LABEL_TEMPLATE),
         is_ready=is_pod_ready(manifest),
         is_leaving=is_leaving(manifest),
+        image=StoreImage(image, ray_version) if image else None,
+        may_recover=may_pod_recover(manifest, now),
     )
+
+
+def is_service_ready(manifest: Manifest) -> bool:
+    """Whether a RayService serves."""
+    status = manifest.get("status") or {}
+    return ready_condition(manifest).get("status") == "True" or status.get("serviceStatus") == "Running"
 
 
 def is_pod_ready(manifest: Manifest) -> bool:
     """Whether a pod's readiness probes succeed."""
-    conditions = (manifest.get("status") or {}).get("conditions") or []
-    return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
+    return ready_condition(manifest).get("status") == "True"
 
 
 def revision_of(manifest: Manifest) -> tuple[str, EngineRevision] | None:
@@ -210,5 +261,6 @@ def is_leaving(manifest: Manifest) -> bool:
 
 
 def digest_of(manifest: Manifest, annotation: str = ANNOTATION_DIGEST) -> str:
-    """The digest of what the operator last applied; empty for an object that it did not write."""
+    """An annotation of the operator's, such as the digest of what it last applied; empty for an object that
+    it did not write."""
     return str((manifest["metadata"].get("annotations") or {}).get(annotation, ""))

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from kintsugi.core.errors import InvalidField, UnknownField
@@ -313,12 +314,15 @@ def non_default_fields(settings: Any, *without: str, naming: Naming = str) -> di
     return {name: value for name, value in fields.items() if name not in without}
 
 
+_hints_of = cache(get_type_hints)
+
+
 def convert_settings(cls: type[T], settings: Any, **others: Any) -> T:
     """Make a `cls` from the settings that it and `settings` inherit from a common class, and `others`."""
     common = next(
         base for base in cls.__mro__ if base in type(settings).__mro__ and dataclasses.is_dataclass(base)
     )
-    hints = get_type_hints(cls)
+    hints = _hints_of(cls)  # type: ignore[arg-type]
     shared = {one.name: getattr(settings, one.name) for one in dataclasses.fields(common)}
     for name, value in shared.items():
         if dataclasses.is_dataclass(value):

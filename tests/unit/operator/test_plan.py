@@ -292,7 +292,7 @@ def test_the_store_knows_nothing_of_engines_and_model(spec: BlendServiceSpec) ->
 def running(spec: BlendServiceSpec) -> Observed:
     """What is seen once the store of a spec is there."""
     store = named(objects_of(spec), "RayService", ray_service_name(OWNER.name))
-    return Observed(store=dataclasses.replace(views.ray_service_view(store), is_ready=True))
+    return Observed(store=dataclasses.replace(views.ray_service_view(store, NOW), is_ready=True))
 
 
 def test_each_shard_has_a_group_and_volumes_of_its_own() -> None:

@@ -393,6 +393,9 @@ def test_a_pod_that_does_not_start_is_said_and_not_written_again(world: World) -
     world.look()
     for part, condition in parts.items():
         assert f"pod {part}-pod: a Secret, ConfigMap or claim" in world.condition(condition)["message"]
+    world.now += timedelta(minutes=5)
+    world.look()
+    assert world.condition("Stalled")["reason"] == "MountMissing"
     before = world.cluster.writes.copy()
     world.now += timedelta(minutes=5)
     world.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 
 import pytest
@@ -26,8 +27,13 @@ READY = RayServiceView(is_ready=True)
 OLD = RolloutStatus(active="old")
 
 
+SERVING = {"old": READY}
+
+
 def moved(rollout: RolloutStatus, observed: Observed, asked: str = "new") -> RolloutStatus:
-    return step(rollout, asked, observed, NOW)
+    """The next state while the old revision serves, unless the observation says otherwise."""
+    seen = dataclasses.replace(observed, services={**SERVING, **observed.services})
+    return step(rollout, asked, seen, NOW)
 
 
 def test_the_first_revision_serves_at_once() -> None:
@@ -38,6 +44,20 @@ def test_another_model_starts_beside_the_old() -> None:
     rollout = moved(OLD, Observed())
     assert (rollout.active, rollout.pending, rollout.phase) == ("old", "new", Phase.STARTING)
     assert wanted_revisions(rollout) == ("old", "new")
+
+
+@pytest.mark.parametrize("service", [None, RayServiceView()])
+def test_a_revision_that_never_served_is_replaced_at_once(service: RayServiceView | None) -> None:
+    """Its engines may hold the only GPU."""
+    services = {"old": service} if service is not None else {}
+    rollout = RolloutStatus(active="old", pending="other", phase=Phase.STARTING)
+    assert step(rollout, "new", Observed(services=services), NOW) == RolloutStatus(active="new")
+    assert step(rollout, "old", Observed(services=services), NOW) == OLD
+
+
+def test_a_revision_that_may_come_back_is_not_replaced_at_once() -> None:
+    down = Observed(services={"old": RayServiceView(may_recover=True)})
+    assert moved(OLD, down) == RolloutStatus(active="old", pending="new", phase=Phase.STARTING)
 
 
 def test_it_serves_once_ready_and_warm() -> None:
@@ -106,7 +126,8 @@ seen = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(revisions, seen), max_size=12))
 def test_whoever_serves_was_ready_and_warm(history: list[tuple[str, Observed]]) -> None:
-    """In any order of events: nothing unready takes over, and the number of engines is bounded."""
+    """In any order of events: nothing unready takes over from what serves, and the number of engines is
+    bounded."""
     rollout, now = RolloutStatus(), NOW
     for asked, observed in history:
         now += timedelta(seconds=10)
@@ -114,7 +135,8 @@ def test_whoever_serves_was_ready_and_warm(history: list[tuple[str, Observed]]) 
         assert rollout.active
         assert rollout.pending != rollout.active
         assert len(wanted_revisions(rollout)) <= 2 + RETIRING_MAX
-        if before.active and rollout.active != before.active:
+        former = observed.services.get(before.active)
+        if former is not None and former.is_protected and rollout.active != before.active:
             assert observed.services[rollout.active].is_ready
             assert before.active in rollout.retiring
             assert is_warm(observed, rollout.active)

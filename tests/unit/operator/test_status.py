@@ -128,7 +128,7 @@ def test_a_corpus_is_current_once_its_job_runs(world: World) -> None:
 def test_at_most_one_of_reconciling_and_stalled_is_true() -> None:
     """kstatus takes the first, in whatever order they stand."""
     both = [c.false(c.SHARDS, "RestartNeeded", "no"), c.false(c.STORE, "ShardsMissing", "1 of 2")]
-    reconciling, stalled = c.summarise_progress(both)
+    reconciling, stalled = c.summarise_progress(both, NOW)
     assert (reconciling.status, stalled.status) == ("False", "True")
 
 
