@@ -381,7 +381,7 @@ def _gib_of(spec: Manifest) -> float:
 
 def _set_ready(status: Manifest, is_ready: bool, now: str) -> None:
     others = [one for one in status.get("conditions", []) if one["type"] not in ("Ready", "PodScheduled")]
-    former = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), {})
+    former: Manifest = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), {})
     value = str(is_ready)
     since = former["lastTransitionTime"] if former.get("status") == value else now
     status["conditions"] = [*others, {"type": "Ready", "status": value, "lastTransitionTime": since}]

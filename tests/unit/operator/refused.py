@@ -16,8 +16,7 @@ from kintsugi_operator.observed.refusals import SLOW_S
 from tests.unit.operator.test_reconcile import OLD, World
 
 Arrange = Callable[[World], None]
-SERVICE_PATCH = "PATCH /apis/ray.io/v1/namespaces/default/rayservices/acme-store"
-LABELS = {"kintsugi.dev/service": "acme", "kintsugi.dev/part": "store", "kintsugi.dev/role": "shard"}
+LABELS = {"kintsugi.dev/service": "acme", "kintsugi.dev/part": "store"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def _pods_refused(name: str, reason: str, message: str) -> Case:
     """KubeRay may not create pods."""
 
     def arrange(world: World) -> None:
-        metadata = {"name": "acme-store-c1", "labels": {key: LABELS[key] for key in list(LABELS)[:2]}}
+        metadata = {"name": "acme-store-c1", "labels": LABELS}
         failure = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreatePod"}
         status = {"conditions": [{**failure, "message": message}]}
         world.cluster.put({"kind": "RayCluster", "metadata": metadata, "spec": {}, "status": status})
@@ -74,7 +73,9 @@ def _waiting(name: str, reason: str, says: str, why: str, message: str = "", end
 
 def _pod(name: str, reason: str, says: str, status: Manifest) -> Case:
     def arrange(world: World) -> None:
-        metadata = {"name": "shard-0", "labels": LABELS, "creationTimestamp": timestamp(world.now)}
+        store = world.cluster.find("RayService", "acme-store")["spec"]["rayClusterConfig"]
+        labels = dict(store["workerGroupSpecs"][0]["template"]["metadata"]["labels"])
+        metadata = {"name": "shard-0", "labels": labels, "creationTimestamp": timestamp(world.now)}
         world.cluster.put({"kind": "Pod", "metadata": metadata, "status": status})
 
     return Case(name, "StoreReady", reason, says, arrange)

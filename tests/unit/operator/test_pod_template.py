@@ -52,7 +52,7 @@ def is_added(template: Manifest) -> bool:
     (container,) = spec["containers"]
     found = [
         metadata["labels"].get("example.com/team") == "search",
-        metadata.get("annotations") == {"example.com/owner": "search"},
+        metadata.get("annotations", {}).get("example.com/owner") == "search",
         spec.get("affinity") == ADDED["affinity"],
         spec.get("topologySpreadConstraints") == ADDED["topologySpreadConstraints"],
         *(spec.get(name) == ADDED[name] for name in ("priorityClassName", "runtimeClassName")),

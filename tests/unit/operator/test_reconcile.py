@@ -386,6 +386,7 @@ def test_a_pod_that_does_not_start_is_said_and_not_written_again(world: World) -
     parts = {"store": "StoreReady", "service": "Ready"}
     for part in parts:
         labels = {"kintsugi.dev/service": "acme", "kintsugi.dev/part": part}
+        labels |= {LABEL_REVISION: OLD} if part == "service" else {}
         created = (NOW - timedelta(minutes=5)).isoformat()
         waiting = {"containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]}
         metadata = {"name": f"{part}-pod", "labels": labels, "creationTimestamp": created}

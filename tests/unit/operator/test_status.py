@@ -27,7 +27,7 @@ from tests.unit.operator.kstatus import (
     compute_status,
     read_as_api_server,
 )
-from tests.unit.operator.specs import spec_of
+from tests.unit.operator.specs import NOW, spec_of
 from tests.unit.operator.test_reconcile import OLD, World, run
 
 
