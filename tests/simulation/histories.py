@@ -97,7 +97,6 @@ class History:
         self.reconciler = self._start()
         self.good = self._first_spec()
         self._runner = asyncio.Runner()
-        self._served: set[str] = set()
 
     def _start(self) -> Reconciler:
         reads = Borrowed(self.cluster.api)
@@ -203,6 +202,10 @@ class History:
 
     def play(self) -> str:
         """Play the whole history. Returns why it did not end well; empty if it did."""
+        with self._runner:
+            return self._play()
+
+    def _play(self) -> str:
         chance = self.chance
         for index in range(chance.randint(1, EDITS_MAX)):
             if index:

@@ -230,7 +230,9 @@ def test_every_rule_of_the_types_is_in_the_crd() -> None:
     assert len(spec["x-kubernetes-validations"]) == len(BlendServiceSpec.RULES)
     tiers = spec["properties"]["store"]["properties"]["tiers"]
     assert tiers["x-kubernetes-list-map-keys"] == ["name"]
-    assert "oldSelf" in tiers["items"]["x-kubernetes-validations"][0]["rule"]
+    assert "'data'" in tiers["items"]["x-kubernetes-validations"][0]["rule"]
+    volumes = spec["properties"]["store"]["properties"]["expert"]["properties"]["volumes"]
+    assert "oldSelf" in volumes["x-kubernetes-validations"][0]["rule"]
 
 
 def test_the_api_server_compares_the_two_numbers_of_engines_at_little_cost() -> None:
