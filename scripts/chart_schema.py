@@ -150,8 +150,8 @@ class Operator:
     cpu: str = setting("50m", pattern=QUANTITY, maxLength=32)
     """CPU request of each pod, which may use more."""
     cpu_limit: str = setting("", pattern=r"^([0-9]+(\.[0-9]+)?m?)?$", maxLength=32)
-    """CPU limit of the operator, the hooks and `helm test`; empty: none. A ResourceQuota on limits.cpu requires
-    one."""
+    """CPU limit of the operator, the hooks and `helm test`; empty: none. A ResourceQuota on limits.cpu
+    requires one."""
     memory: str = setting("128Mi", pattern=QUANTITY, maxLength=32)
     """Memory request and limit of each pod."""
     network_policy: bool = True
