@@ -38,6 +38,7 @@ SAMPLE_S = 0.02
 WARM_UP_PROBES = 30
 HEADS, HEAD_BYTES = 150, 1 << 20
 SLOW, TOKENLESS, WATCHES = 150, 1040, 520
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 BOMBS, BOMB_BYTES = 128, 64 << 20
 """Per port: 8 MB on the wire, 8 GiB if all were decompressed."""
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -116,7 +117,7 @@ async def call_without_token(target: Target) -> None:
 
 
 async def send_bombs(target: Target) -> None:
-    """Calls without a token on every port, whose compressed messages are 64 MiB each."""
+    """Calls without a token on each port in turn, whose compressed messages are 64 MiB each."""
     bomb = gzip.compress(bytes(BOMB_BYTES), 9)
     head = b"Content-Encoding: gzip\r\nContent-Type: application/json\r\n"
     whole = POST + head + b"Content-Length: %d\r\n\r\n" % len(bomb) + bomb
@@ -132,16 +133,15 @@ async def send_bombs(target: Target) -> None:
                         pass
             writer.close()
 
-    bombs = [(target.http, whole)] * BOMBS
+    await asyncio.gather(*(send(target.http, whole) for _ in range(BOMBS)))
     for address, method in (
         (target.grpc, "/kintsugi.rpc.v1.Kintsugi/PutChunk"),
         (target.shard, "/kintsugi.rpc.v1.ChunkStore/Lookup"),
         (target.directory, "/kintsugi.rpc.v1.ShardDirectory/WatchShardMap"),
     ):
-        for path in (method, "/grpc.health.v1.Health/Check"):
-            call = http2.call(path, bomb, {"grpc-encoding": "gzip"})
-            bombs += [(address, http2.open_connection() + call)] * (BOMBS // 2)
-    await asyncio.gather(*(send(*one) for one in bombs))
+        calls = [http2.call(path, bomb, {"grpc-encoding": "gzip"}) for path in (method, HEALTH_CHECK)]
+        sent = [http2.open_connection() + call for call in calls] * (BOMBS // 2)
+        await asyncio.gather(*(send(address, one) for one in sent))
 
 
 async def watch(target: Target) -> None:
