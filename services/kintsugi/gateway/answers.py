@@ -129,7 +129,8 @@ class Ask(ABC, Generic[Event]):
         return first_s
 
     async def learn(self) -> None:
-        """Remember the chunks that the request names. Called after the first item of the engine's answer."""
+        """Remember the chunks that the request names. Runs beside the answer, from the engine's
+        first item on."""
         return
 
     @abstractmethod
@@ -205,12 +206,12 @@ class AnswerPipeline:
 
     async def _answer(self, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
         """Stream the events without a delay. `ask.delay_s` is set before the first event of the engine."""
-        began_s, first_s, is_accepted = time.perf_counter(), 0.0, False
+        began_s, first_s = time.perf_counter(), 0.0
         with span(ask.span_name, ask.trace) as request:
             request.set("kintsugi.namespace", ask.namespace)
             request.set("kintsugi.request_id", ask.request_id)
             request.set_all(ask.describe_request())
-            async with self._take_share(ask, request) as (before, place):
+            async with self._take_share(ask, request) as (before, place), _learn_beside(ask) as learn:
                 with self._track_answer(), span("gateway.engine", request.headers()) as engine:
                     for event in before:
                         with place.lend():
@@ -228,10 +229,7 @@ class AnswerPipeline:
                                             ask.observe_first(first_s)
                                         with place.lend():
                                             yield event
-                                    # After the first event, which must not wait for a disk.
-                                    if not is_accepted:
-                                        is_accepted = True
-                                        await ask.learn()
+                                    learn()
                             break
                         except KintsugiError as error:
                             if not first_s:
@@ -308,6 +306,26 @@ class AnswerPipeline:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _learn_beside(ask: Ask[Any]) -> AsyncIterator[Callable[[], None]]:
+    """Yield a function that begins `Ask.learn`, once, beside the answer, which must not wait for a disk. On
+    exit the chunks are known, so that the caller's next request may name them."""
+    learning: asyncio.Task[None] | None = None
+
+    def learn() -> None:
+        nonlocal learning
+        if learning is None:
+            learning = asyncio.create_task(ask.learn())
+
+    try:
+        yield learn
+    finally:
+        if learning is not None:
+            await asyncio.wait([learning])  # does not cancel it
+    if learning is not None:
+        learning.result()
 
 
 def may_have_missed(accounting: Mapping[str, Any]) -> bool:

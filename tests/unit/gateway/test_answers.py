@@ -77,6 +77,42 @@ async def collected(ask: ScriptedAsk, answering: AnswerPipeline | None = None) -
     return [event async for event in (answering or AnswerPipeline(MagicMock())).stream(ask)]
 
 
+def test_an_answer_does_not_wait_for_what_is_learned_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second event comes although the disk is still busy; the end waits for it."""
+    is_written, written = asyncio.Event(), []
+
+    class LearningAsk(ScriptedAsk):
+        async def learn(self) -> None:
+            await is_written.wait()
+            written.append(True)
+
+    async def body() -> None:
+        events = AnswerPipeline(MagicMock()).stream(LearningAsk(["a", "b"]))
+        assert [await anext(events) for _ in range(4)] == ["first", "a", "b", "last"]
+        assert not written
+        is_written.set()
+        assert [event async for event in events] == []
+        assert written == [True]
+
+    run(body, monkeypatch)
+
+
+def test_what_was_being_learned_from_an_answer_that_is_left_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    class LearningAsk(ScriptedAsk):
+        async def learn(self) -> None:
+            await asyncio.sleep(0.01)
+            written.append(True)
+
+    async def body() -> None:
+        async with aclosing(AnswerPipeline(MagicMock()).stream(LearningAsk(["a", "b"]))) as events:
+            assert [await anext(events) for _ in range(3)] == ["first", "a", "b"]
+        assert written == [True]
+
+    run(body, monkeypatch)
+
+
 def test_an_engine_that_is_gone_before_it_answers_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Unavailable("gone")
 
