@@ -458,8 +458,8 @@ class AsyncEngine(EngineBackend):
                     output_kind=RequestOutputKind.DELTA,
                     extra_args={"kv_transfer_params": request.params.to_mapping()},
                 )
-        except InvalidField as error:
-            raise InvalidField("sampling", error.problem) from error
+        except (InvalidField, ValueError) as error:  # it only checks what the request asks
+            raise InvalidField("sampling", getattr(error, "problem", str(error))) from error
 
     async def save(
         self,
@@ -571,7 +571,7 @@ def _errors_as_ours() -> Iterator[None]:
             raise Unavailable(f"the engine failed to answer: {error.__cause__ or error}") from error
         if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:
             raise ResourceExhausted("the engine's queue is full; try again later") from error
-        if names & {"VLLMClientError", "ValueError"}:
+        if names & {"VLLMClientError", "VLLMValidationError"}:  # any other ValueError is a defect
             raise InvalidField("request", str(error)) from error
         raise
 

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import __version__ as vllm_version
+from vllm.exceptions import VLLMValidationError
 
 from kintsugi import __version__
 from kintsugi.core.errors import (
@@ -193,7 +194,8 @@ def test_an_answer_that_is_left_ends_in_the_engine() -> None:
     [
         (EngineDeadError(), Unavailable, "ended while it answered"),
         (Overloaded(), ResourceExhausted, "queue is full"),
-        (ValueError("the grammar is wrong"), InvalidField, "the grammar is wrong"),
+        (VLLMValidationError("the grammar is wrong"), InvalidField, "the grammar is wrong"),
+        (ValueError("a defect"), ValueError, "a defect"),
         (RuntimeError("a defect"), RuntimeError, "a defect"),
     ],
 )
