@@ -3,8 +3,9 @@
 uvicorn limits neither the size nor the duration of a request's head, and httptools buffers a header until it
 is complete. A connection therefore counts the bytes that the parser has consumed without returning a head or
 a piece of a body. A connection without an authenticated caller is a *stranger*. The number of strangers is
-limited: beyond the limit, strangers that have sent a request without a token are closed first, then the
-oldest, so that idle connections never keep callers out.
+limited: beyond the limit, strangers that were answered without a token are closed first, then the oldest
+without a head, and strangers whose head has arrived last: their tokens are about to be read. So neither idle
+connections nor a flood of them keep callers out.
 """
 
 from __future__ import annotations
@@ -39,45 +40,48 @@ class Connections:
         self._strangers_max = strangers_max
         # Dictionaries are used as ordered sets, the oldest first.
         self._strangers: dict[BoundedConnection, None] = {}
-        self._refused: dict[BoundedConnection, None] = {}
+        self._asking: dict[BoundedConnection, None] = {}
+        """Strangers whose head has arrived."""
         self._callers: dict[BoundedConnection, None] = {}
 
     def add(self, connection: BoundedConnection) -> None:
         """Add a stranger. If there are too many connections, abort one."""
         self._strangers[connection] = None
-        num_strangers = len(self._strangers) + len(self._refused)
+        num_strangers = len(self._strangers) + len(self._asking)
         if num_strangers > self._strangers_max or len(self) > self._connections_max:
             self._find_least_wanted().cut()
 
     def _find_least_wanted(self) -> BoundedConnection:
-        """Return the connection to abort: the oldest stranger that was refused, or else the oldest stranger.
-        The newest stranger is aborted only if no caller's connection is idle; otherwise the oldest of these
-        is."""
-        oldest = next(iter(self._refused or self._strangers))
-        if self._refused or len(self._strangers) > 1:
+        """Return the connection to abort: the oldest stranger that was answered, or else the oldest without
+        a head, or the oldest whose head has arrived. The newest stranger is aborted only if no caller's
+        connection is idle; otherwise the oldest of these is."""
+        asking, oldest = next(iter(self._asking), None), next(iter(self._strangers))
+        if asking is not None and asking.is_answered:
+            return asking
+        if len(self._strangers) > 1:
             return oldest
-        return next((one for one in self._callers if one.is_waiting), oldest)
+        return asking or next((one for one in self._callers if one.is_waiting), oldest)
 
     def expect_token(self, connection: BoundedConnection) -> None:
         """Note that a whole head has arrived. Unless `admit` follows, the peer has no token."""
         if connection in self._strangers:
             self.remove(connection)
-            self._refused[connection] = None
+            self._asking[connection] = None
 
     def admit(self, connection: BoundedConnection) -> None:
         """Note that a caller has authenticated on the connection, which becomes the newest."""
-        if connection in self._refused or connection in self._callers:
+        if connection in self._asking or connection in self._callers:
             self.remove(connection)
             self._callers[connection] = None
 
     def remove(self, connection: BoundedConnection) -> None:
         """Idempotent."""
         self._strangers.pop(connection, None)
-        self._refused.pop(connection, None)
+        self._asking.pop(connection, None)
         self._callers.pop(connection, None)
 
     def __len__(self) -> int:
-        return len(self._strangers) + len(self._refused) + len(self._callers)
+        return len(self._strangers) + len(self._asking) + len(self._callers)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -98,6 +102,11 @@ class BoundedConnection(HttpToolsProtocol):
     def is_waiting(self) -> bool:
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the answer to the last request has begun."""
+        return self.cycle is not None and self.cycle.response_started
 
     def admit(self) -> None:
         """Note that a caller has authenticated on this connection."""

@@ -103,6 +103,43 @@ def serve(body: Callable[[Connect], Awaitable[None]], delay_s: float = 0.0, **li
     asyncio.run(bounded())
 
 
+class Standing:
+    """A connection by its state."""
+
+    def __init__(self, name: str, is_answered: bool = False, is_waiting: bool = True) -> None:
+        self.name, self.is_answered, self.is_waiting = name, is_answered, is_waiting
+
+
+@pytest.mark.parametrize(
+    ("asking", "strangers", "callers", "cut"),
+    [
+        ([("refused", True)], 5, [True], "refused"),
+        ([("asks", False), ("refused later", True)], 5, [True], "stranger 0"),
+        ([("asks", False)], 1, [True], "asks"),
+        ([], 1, [True], "caller 0"),
+        ([], 1, [False], "stranger 0"),
+    ],
+    ids=["answered without a token", "no head", "head has arrived", "idle caller", "newest"],
+)
+def test_a_flood_of_connections_cuts_those_whose_head_has_arrived_last(
+    asking: list[tuple[str, bool]], strangers: int, callers: list[bool], cut: str
+) -> None:
+    connections = Connections(100, 100)
+    for number, is_waiting in enumerate(callers):
+        caller: Any = Standing(f"caller {number}", is_waiting=is_waiting)
+        connections.add(caller)
+        connections.expect_token(caller)
+        connections.admit(caller)
+    for name, is_answered in asking:
+        one: Any = Standing(name, is_answered)
+        connections.add(one)
+        connections.expect_token(one)
+    for number in range(strangers):
+        new: Any = Standing(f"stranger {number}")
+        connections.add(new)
+    assert vars(connections._find_least_wanted())["name"] == cut
+
+
 HEADS = {
     "one header without an end": POST + b"X: " + b"x" * HEAD_BYTES_MAX,
     "a path without an end": b"GET /" + b"x" * HEAD_BYTES_MAX,
