@@ -28,6 +28,7 @@ from benchmarks.support.trust import (
     erasure,
     flips,
     fuzz,
+    index,
     inputs,
     kill9,
     memory,
@@ -48,6 +49,7 @@ SECTIONS: sections.Sections = {
     "encryption": encryption.measure,
     "fuzz": fuzz.measure,
     "inputs": inputs.measure,
+    "index": index.measure,
     "pieces": pieces.measure,
 }
 

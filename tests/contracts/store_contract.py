@@ -30,7 +30,14 @@ from kintsugi.core.layout import (
 )
 from kintsugi.core.report import Report
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of
-from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, Erasure, LayerFrame
+from kintsugi.store.protocol.interface import (
+    ANCHORED_KEYS_MAX,
+    Anchored,
+    ChunkLost,
+    ChunkStore,
+    Erasure,
+    LayerFrame,
+)
 from tests.fakes.reports import part_of, report_of
 
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
@@ -199,7 +206,7 @@ class StoreContract:
         absent = ChunkKey(b"\1" * 32)
         assert store.lookup("acme", [absent]) == [None]
         assert store.lookup("rival", [manifest.key]) == [None]
-        assert store.lookup_anchors("rival", SPACE.digest, manifest.anchors) == {}
+        assert store.lookup_anchors("rival", SPACE.digest, manifest.anchors) == []
         assert read_all(store, [manifest.key], namespace="rival") == [(0, 0, None)]
         assert store.delete("rival", [manifest.key]) == 0
         assert store.list("rival") == []
@@ -307,29 +314,43 @@ class StoreContract:
         assert [item.chunk for item in lost] == [0]
         assert [i.layer for i in items if isinstance(i, LayerFrame)] == [0, 1, 2]
 
-    def test_anchors_find_the_longest_candidate_first(self, store: ChunkStore) -> None:
+    def test_first_and_last_anchor_find_a_chunk(self, store: ChunkStore) -> None:
         short, long = make_chunk(range(40)), make_chunk(range(90))
         for manifest, frames in (short, long):
             store.put(manifest, frames)
-        (anchor,) = anchors_of(range(40))
-        found = store.lookup_anchors("acme", SPACE.digest, [anchor, 12345])
-        assert found == {anchor: [long[0], short[0]]}
+        (first, last, _), (_, longer, _) = short[0].anchors, long[0].anchors
+        own = Anchored(first, last, 40, (short[0].key,))
+        assert store.lookup_anchors("acme", SPACE.digest, [last, 12345, first]) == [own]
+        found = store.lookup_anchors("acme", SPACE.digest, [first, last, longer])
+        assert sorted(found) == sorted([own, Anchored(first, longer, 90, (long[0].key,))])
+        assert store.lookup_anchors("acme", SPACE.digest, [first]) == []
+
+    def test_anchors_name_a_few_of_many_chunks_that_begin_and_end_alike(self, store: ChunkStore) -> None:
+        ends = list(range(40))
+        chunks = [make_chunk([*ends, number, *ends]) for number in range(ANCHORED_KEYS_MAX + 1)]
+        for manifest, frames in chunks:
+            store.put(manifest, frames)
+        stored = {manifest.key for manifest, _ in chunks}
+        (found,) = store.lookup_anchors("acme", SPACE.digest, chunks[0][0].anchors)
+        assert len(found.keys) == ANCHORED_KEYS_MAX
+        assert stored > set(found.keys)
+        assert all(map(found.may_hold, stored))
 
     def test_anchors_of_another_space_are_not_found(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))
         store.put(manifest, frames)
         other = ChunkSpace(FINGERPRINT, "acme", prefix_token_ids=(1,))
         assert manifest.anchors
-        assert store.lookup_anchors("acme", other.digest, manifest.anchors) == {}
+        assert store.lookup_anchors("acme", other.digest, manifest.anchors) == []
 
-    def test_a_chunk_is_found_by_each_of_its_anchors(self, store: ChunkStore) -> None:
+    def test_a_chunk_with_one_anchor_is_found_by_it(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))
-        manifest = dataclasses.replace(manifest, anchors=(*manifest.anchors, 12345))
+        manifest = dataclasses.replace(manifest, anchors=(12345,))
         store.put(manifest, frames)
         found = store.lookup_anchors("acme", SPACE.digest, manifest.anchors)
-        assert found == {anchor: [manifest] for anchor in manifest.anchors}
+        assert found == [Anchored(12345, 12345, 40, (manifest.key,))]
         store.delete("acme", [manifest.key])
-        assert store.lookup_anchors("acme", SPACE.digest, manifest.anchors) == {}
+        assert store.lookup_anchors("acme", SPACE.digest, manifest.anchors) == []
 
     def test_what_a_chunk_was_prepared_behind_is_kept(self, store: ChunkStore) -> None:
         space = ChunkSpace(FINGERPRINT, "acme", (1,), context_token_ids=(2, 3))
@@ -351,7 +372,7 @@ class StoreContract:
         store.put(manifest, frames)
         assert store.delete("acme", [manifest.key, ChunkKey(b"\3" * 32)]) == 1
         assert store.lookup("acme", [manifest.key]) == [None]
-        assert store.lookup_anchors("acme", SPACE.digest, manifest.anchors) == {}
+        assert store.lookup_anchors("acme", SPACE.digest, manifest.anchors) == []
 
     def test_listing_pages_in_key_order(self, store: ChunkStore) -> None:
         manifests = []

@@ -25,9 +25,13 @@ FORMAT_VERSION = 2
 chunks of another version. The layout of a chunk's bytes has its own version, `layout.FORMAT`."""
 
 ANCHOR_TOKENS = 32
-"""Number of tokens in an anchor, the hash that finds known chunks at any offset of a plain prompt."""
+"""Number of tokens in the window that an anchor hashes. Anchors find known chunks at any offset of a plain
+prompt."""
 
 ANCHOR_BYTES = 8
+_ALL_IDS = b"all"
+"""Stands before all ids of a chunk, so that the anchor of a chunk of `ANCHOR_TOKENS` ids is not that of a
+window."""
 
 NAME_KEY_BYTES = 32
 """Length of the secret that names an encrypted namespace's chunks."""
@@ -299,9 +303,29 @@ class ChunkKey:
 
 
 def anchors_of(token_ids: Sequence[int], name_key: bytes = b"") -> tuple[int, ...]:
-    """Return the anchors of a chunk: xxh3-64 of its first `ANCHOR_TOKENS` ids, or 64 bits of their keyed
-    blake3 in a space with a name key. Empty for a shorter chunk, which can be named only by spans."""
-    return tuple(anchors_at_every_offset(token_ids[:ANCHOR_TOKENS], name_key))
+    """Return the anchors of a chunk, as 64-bit hashes: of its first `ANCHOR_TOKENS` ids, of its last, and of
+    all. Equal ones stand once. The hash is xxh3, or keyed blake3 in a space with a name key. Empty for a
+    shorter chunk, which can be named only by spans.
+
+    First and last anchor find a chunk in a prompt (`anchored_at`). The anchor of all ids is equal for the
+    copies of one text in different spaces, and for them alone."""
+    if len(token_ids) < ANCHOR_TOKENS:
+        return ()
+    ends = [token_ids[:ANCHOR_TOKENS], token_ids[-ANCHOR_TOKENS:]]
+    windows = [anchor for end in ends for anchor in anchors_at_every_offset(end, name_key)]
+    whole = memoryview(_ALL_IDS + token_bytes(token_ids))
+    return tuple(dict.fromkeys((*windows, _anchor(whole, name_key))))
+
+
+def anchored_at(anchors: Sequence[int]) -> tuple[int, int]:
+    """Return the anchors of a chunk's first and last ids. There must be one anchor at least."""
+    return anchors[0], anchors[-2] if len(anchors) > 1 else anchors[0]
+
+
+def _anchor(data: memoryview, name_key: bytes) -> int:
+    if not name_key:
+        return xxhash.xxh3_64_intdigest(data)
+    return int.from_bytes(_hash(data, name_key).digest(ANCHOR_BYTES), "little")
 
 
 def anchors_at_every_offset(token_ids: Sequence[int], name_key: bytes = b"") -> list[int]:
@@ -312,7 +336,7 @@ def anchors_at_every_offset(token_ids: Sequence[int], name_key: bytes = b"") -> 
     windows = (data[4 * i : 4 * i + width] for i in range(max(count, 0)))
     if not name_key:
         return [xxhash.xxh3_64_intdigest(window) for window in windows]
-    return [int.from_bytes(_hash(window, name_key).digest(ANCHOR_BYTES), "little") for window in windows]
+    return [_anchor(window, name_key) for window in windows]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -30,7 +30,7 @@ from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, TokenIds
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.threaded_store import ThreadedStore
-from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX, ChunkStore, ErasedPlace
+from kintsugi.store.protocol.interface import ANCHORED_KEYS_MAX, ChunkStore, ErasedPlace
 from kintsugi.store.protocol.save_times import SaveTimes
 
 log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class Copies:
     ) -> tuple[list[ChunkKey], list[ErasedPlace]]:
         """Erase all copies of a chunk. ``key`` is the key of any copy. Return the copies' keys and places.
 
-        Without ``tokens``, all chunks with the same anchor and length count as copies. Raises `Unavailable`.
+        Without ``tokens``, all chunks with the same length and anchors count as copies. Raises `Unavailable`.
         """
         try:
             space = await self._spaces.find(namespace)
@@ -281,12 +281,14 @@ def _find_others(
     if manifest is None or len(spaces) > 1:
         return []  # not stored, or of a space that is not served now
     (digest,) = spaces
-    first = manifest.anchors[:1]
-    found = [one for some in store.lookup_anchors(space.namespace, digest, first).values() for one in some]
-    if not first or len(found) >= ANCHOR_CANDIDATES_MAX:
-        found = [one for one in _list_all(store, space.namespace) if one.space_digest == digest]
-    like = (manifest.num_tokens, manifest.anchors)
-    return [one.key for one in found if (one.num_tokens, one.anchors) == like]
+    near = store.lookup_anchors(space.namespace, digest, manifest.anchors)
+    found: Iterable[ChunkManifest | None]
+    if not manifest.anchors or any(len(one.keys) >= ANCHORED_KEYS_MAX for one in near):
+        found = _list_all(store, space.namespace)
+    else:
+        found = store.lookup(space.namespace, [key for one in near for key in one.keys])
+    like = (digest, manifest.num_tokens, manifest.anchors)
+    return [one.key for one in found if one and (one.space_digest, one.num_tokens, one.anchors) == like]
 
 
 def _list_all(store: ChunkStore, namespace: str) -> Iterator[ChunkManifest]:

@@ -135,9 +135,8 @@ def test_a_restart_finds_what_was_durable(tmp_path: Path) -> None:
         found = shard.lookup("acme", [manifest.key for manifest, _ in chunks])
         assert [entry.manifest if entry else None for entry in found] == [None] + [m for m, _ in chunks[1:]]
         assert all(shard.verify("acme", [manifest.key for manifest, _ in chunks[1:]]).values())
-        (anchor,) = chunks[1][0].anchors
-        assert anchor is not None
-        assert shard.lookup_anchors("acme", chunks[1][0].space_digest, [anchor]) == {anchor: [chunks[1][0]]}
+        (found,) = shard.lookup_anchors("acme", chunks[1][0].space_digest, chunks[1][0].anchors)
+        assert found.keys == (chunks[1][0].key,)
     finally:
         shard.close()
 
@@ -177,7 +176,7 @@ def test_a_chunk_that_is_on_its_way_into_ram_keeps_its_source(
 
     monkeypatch.setattr(disk, "read", held_up)
     drop_from_ram(shard, entry)
-    evictions = shard.table.evict_from_disk(disk, 1)
+    evictions = shard.table.demotions.begin(disk, 1)
     assert [eviction.entry for eviction in evictions] == [entry]
     assert shard.prefetch("acme", [manifest.key]) == 1
     TierWriter(shard.table, disk, None).demote(evictions)

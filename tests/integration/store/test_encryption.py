@@ -99,12 +99,6 @@ class _PlainManifests(GrpcStore):
     def _resolve_manifests(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         return [None if one is None else one.manifest for one in super().find(namespace, keys)]
 
-    def lookup_anchors(
-        self, namespace: str, space_digest: bytes, anchors: Sequence[int]
-    ) -> dict[int, list[ChunkManifest]]:
-        found = super().lookup_anchors(namespace, space_digest, anchors)
-        return {anchor: [self._as_put(one) for one in some] for anchor, some in found.items()}
-
     def list_found(self, namespace: str, limit: int, after: ChunkKey | None = None) -> list[Found]:
         found = super().list_found(namespace, limit, after)
         return [replace(one, manifest=self._as_put(one.manifest)) for one in found]

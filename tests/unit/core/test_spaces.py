@@ -19,6 +19,7 @@ from kintsugi.core.spaces import (
     ChunkSpace,
     ModelFingerprint,
     Span,
+    anchored_at,
     anchors_at_every_offset,
     anchors_of,
     check_namespace,
@@ -52,7 +53,7 @@ class TestGoldenVectors:
         assert key.hex == "9b9e8d9e4d473d9df7eb0c4a730421e630438536f6946fd4570fe69f2d1d7776"
 
     def test_anchor(self) -> None:
-        assert anchors_of(range(40)) == (3769686076003069549,)
+        assert anchors_of(range(40)) == (3769686076003069549, 3641390418059457813, 11504426993993254445)
 
     def test_names_in_an_encrypted_namespace(self) -> None:
         keyed = dataclasses.replace(PREPARED, name_key=NAME_KEY)
@@ -62,7 +63,11 @@ class TestGoldenVectors:
             ChunkKey.of(keyed, [0, 1]).hex
             == "66a5d775010ea11c8790b6eb1c8a67cd25c7d3faab16f804d66997c7d21602cb"
         )
-        assert anchors_of(range(40), NAME_KEY) == (16829030648031898888,)
+        assert anchors_of(range(40), NAME_KEY) == (
+            16829030648031898888,
+            295621547354354688,
+            5038293715006640995,
+        )
 
     def test_token_bytes(self) -> None:
         assert token_bytes([1, 256, 2**32 - 1]).hex() == "0100000000010000ffffffff"
@@ -134,7 +139,8 @@ class TestSpace:
         assert ChunkKey.of(keyed, [7]) != ChunkKey.in_space(stolen_digest, token_bytes([7]))
         assert keyed.plain.name_key == NAME_KEY
         others = (anchors_of(range(40)), anchors_of(range(40), bytes(32)))
-        assert anchors_of(range(40), NAME_KEY) not in others
+        for anchors in others:
+            assert not set(anchors_of(range(40), NAME_KEY)) & set(anchors)
 
     def test_a_name_key_is_not_shown(self) -> None:
         assert repr(NAME_KEY) not in repr(dataclasses.replace(SPACE, name_key=NAME_KEY))
@@ -230,13 +236,20 @@ class TestKey:
 class TestAnchor:
     def test_a_short_chunk_has_none(self) -> None:
         assert anchors_of(range(ANCHOR_TOKENS - 1)) == ()
-        assert len(anchors_of(range(ANCHOR_TOKENS))) == 1
+        assert len(anchors_of(range(ANCHOR_TOKENS))) == 2, "the first window is the last"
         assert anchors_at_every_offset(range(ANCHOR_TOKENS - 1)) == []
         assert anchors_at_every_offset([]) == []
 
-    def test_only_the_first_tokens_count(self) -> None:
-        assert anchors_of(range(32)) == anchors_of([*range(32), 99])
-        assert anchors_of(range(32)) != anchors_of([*range(31), 99])
+    def test_the_first_tokens_the_last_and_all_have_one(self) -> None:
+        one, other = anchors_of(range(100)), anchors_of([*range(50), 7, *range(51, 100)])
+        assert one[:2] == other[:2]
+        assert one[2] != other[2]
+        assert anchored_at(one) == tuple(anchors_at_every_offset(range(100))[i] for i in (0, -1))
+
+    def test_a_chunk_that_ends_as_it_begins_has_two(self) -> None:
+        first, last = anchored_at(anchors_of([7] * 100))
+        assert first == last == anchors_at_every_offset([7] * 32)[0]
+        assert len(anchors_of([7] * 100)) == 2
 
     @given(st.lists(st.integers(0, 2**32 - 1), min_size=ANCHOR_TOKENS, max_size=ANCHOR_TOKENS + 40))
     def test_every_offset_equals_the_slice(self, ids: list[int]) -> None:

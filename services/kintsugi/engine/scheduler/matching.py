@@ -6,10 +6,11 @@ Runs on the connector's lookup threads, never on the scheduler's thread.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from kintsugi.core.accounting import Accounting
 from kintsugi.core.exchange import MatchedChunk, PromptMatch
@@ -23,12 +24,16 @@ from kintsugi.core.spaces import (
     Span,
     TokenIds,
     anchors_at_every_offset,
-    anchors_of,
 )
-from kintsugi.store.protocol.interface import ChunkStore
+from kintsugi.store.protocol.interface import Anchored, ChunkStore, Found
 
 if TYPE_CHECKING:
     from kintsugi.engine.protocol import JobTokens  # imports vLLM, which audits do without
+
+COMPARISONS_MAX = 1 << 17
+"""Stored lengths that are compared with one prompt."""
+CANDIDATES_MAX = 4096
+"""Candidates of one prompt whose keys are computed. A prompt holds fewer chunks, unless it repeats itself."""
 
 
 @dataclass(frozen=True)
@@ -163,101 +168,87 @@ def match_content(
     after the prefix, prepared chunks elsewhere; shared chunks where the request's own space has none.
     ``places`` limits the offsets; each maps to the end of the text in which its chunk must lie.
 
-    Cost: one anchor per offset, one batched lookup per copy and space, one blake3 per candidate, and one
-    lookup per namespace with matches. Anchors only propose candidates: a candidate matches if the key of the
-    prompt's tokens equals its key and the store can deliver it now.
+    Cost: one anchor per offset, one batched lookup per copy and space, one blake3 per stored length whose
+    first and last anchor lie that far apart, and one lookup of keys per namespace. Anchors only propose
+    candidates: a candidate matches if the store can deliver the key of the prompt's tokens now.
     """
-    anchors = _anchors(prompt_token_ids, places, space.name_key)
+    anchors = anchors_at_every_offset(prompt_token_ids, space.name_key)
+    if places is None:
+        places = dict.fromkeys(range(len(anchors)), len(prompt_token_ids))
     first = space.first_place(prompt_token_ids)
-    wanted = _wanted_anchors(space, anchors, first)
-    shared_anchors = anchors
+    found = _find_candidates(store, space, prompt_token_ids, anchors, places, first)
     if shared is not None:
         if shared.name_key != space.name_key:
-            shared_anchors = _anchors(prompt_token_ids, places, shared.name_key)
-        wanted |= _wanted_anchors(shared, shared_anchors, first)
-    candidates = {
-        copy: store.lookup_anchors(copy.namespace, copy.digest, some) for copy, some in wanted.items() if some
-    }
+            anchors = anchors_at_every_offset(prompt_token_ids, shared.name_key)
+        found += _find_candidates(store, shared, prompt_token_ids, anchors, places, first)
+    # At one offset, own chunks come first, then longer ones.
+    found.sort(key=lambda one: (one.start, one.entry.manifest.namespace != space.namespace, -one.end))
+    match, end = Match((), {}), 0
     spans: list[Span] = []
-    manifests: dict[ChunkKey, ChunkManifest] = {}
-    end = 0
-    for offset, anchor in anchors.items():
-        if offset < end:
+    for one in found:
+        if one.start < end:
             continue
-        copy = space.plain if offset == first else space
-        text_end = len(prompt_token_ids) if places is None else places[offset]
-        proposed = candidates[copy].get(anchor, ())
-        manifest = _longest_at(copy, prompt_token_ids, offset, text_end, proposed)
-        if manifest is None and shared is not None:
-            theirs = _same_copy(copy, shared)
-            proposed = candidates[theirs].get(shared_anchors[offset], ())
-            manifest = _longest_at(theirs, prompt_token_ids, offset, text_end, proposed)
-        if manifest is None:
-            continue
-        end = offset + manifest.num_tokens
+        end, manifest = one.end, one.entry.manifest
         is_own = manifest.namespace == space.namespace
-        key = manifest.key if is_own else ChunkKey.of(copy, prompt_token_ids[offset:end])
-        spans.append(Span(offset, end, key))
-        manifests[key] = manifest
-    return _locate(store, Match(tuple(spans), manifests))
+        copy = space.plain if one.start == first else space
+        key = manifest.key if is_own else ChunkKey.of(copy, prompt_token_ids[one.start : end])
+        spans.append(Span(one.start, end, key))
+        match.manifests[key], match.sources[key] = manifest, one.entry.source
+    return replace(match, spans=tuple(spans))
 
 
-def _locate(store: ChunkStore, match: Match) -> Match:
-    """Return the match with sources, without chunks that the store cannot deliver: they have expired, or
-    lie only in a bucket that is out of reach."""
-    found: dict[tuple[str, ChunkKey], ChunkSource] = {}
-    for namespace in dict.fromkeys(manifest.namespace for manifest in match.manifests.values()):
-        keys = [one.key for one in match.manifests.values() if one.namespace == namespace]
-        entries = store.find(namespace, keys)
-        found |= {(namespace, entry.manifest.key): entry.source for entry in entries if entry is not None}
-    located = {
-        key: (manifest, found[manifest.namespace, manifest.key])
-        for key, manifest in match.manifests.items()
-        if (manifest.namespace, manifest.key) in found
-    }
-    return Match(
-        tuple(span for span in match.spans if span.key in located),
-        {key: manifest for key, (manifest, _) in located.items()},
-        {key: source for key, (_, source) in located.items()},
-    )
+class _Candidate(NamedTuple):
+    """A stored chunk whose tokens are those of the prompt from ``start`` to ``end``."""
+
+    start: int
+    end: int
+    entry: Found
 
 
-def _anchors(token_ids: Sequence[int], offsets: Collection[int] | None, name_key: bytes) -> Mapping[int, int]:
-    """Return anchors by offset, ascending."""
-    if offsets is None:
-        return dict(enumerate(anchors_at_every_offset(token_ids, name_key)))
-    return {
-        offset: anchor
-        for offset in sorted(offsets)
-        for anchor in anchors_of(token_ids[offset : offset + ANCHOR_TOKENS], name_key)
-    }
-
-
-def _wanted_anchors(
-    space: ChunkSpace, anchors: Mapping[int, int], first: int | None
-) -> dict[ChunkSpace, list[int]]:
-    """Return the anchors to look up in a space, and in the space of its plain copies, which are used only
-    directly after the prefix, at offset ``first``."""
-    wanted = {space: list(dict.fromkeys(anchors.values()))}
-    if space.context_token_ids and first is not None:
-        wanted[space.plain] = [anchors[first]] if first in anchors else []
-    return wanted
-
-
-def _longest_at(
+def _find_candidates(
+    store: ChunkStore,
     space: ChunkSpace,
-    token_ids: Sequence[int],
-    offset: int,
-    text_end: int,
-    candidates: Sequence[ChunkManifest],
-) -> ChunkManifest | None:
-    """Return the longest candidate whose key equals the key of the tokens at ``offset``. ``candidates``:
-    longest first."""
-    for manifest in candidates:
-        end = offset + manifest.num_tokens
-        if end <= text_end and ChunkKey.of(space, token_ids[offset:end]) == manifest.key:
-            return manifest
-    return None
+    prompt_token_ids: Sequence[int],
+    anchors: Sequence[int],
+    places: Mapping[int, int],
+    first: int | None,
+) -> list[_Candidate]:
+    """Return the stored chunks of a space at ``places``: plain copies only directly after the prefix, at
+    offset ``first``, prepared chunks only elsewhere. ``anchors``: of every window of the prompt."""
+    places = {start: end for start, end in places.items() if start < len(anchors)}
+    copies = {space: places}
+    if space.context_token_ids:
+        copies = {space.plain: {first: places.pop(first)} if first in places else {}, space: places}
+    proposed: dict[tuple[int, int], ChunkKey] = {}
+    for copy, ends in copies.items():
+        if not ends:
+            continue
+        by_first: dict[int, list[Anchored]] = {}
+        for one in store.lookup_anchors(copy.namespace, copy.digest, anchors):
+            by_first.setdefault(one.first, []).append(one)
+        for start, one in islice(_anchored(by_first, ends, anchors), CANDIDATES_MAX):
+            end = start + one.num_tokens
+            key = ChunkKey.of(copy, prompt_token_ids[start:end])
+            if one.may_hold(key):
+                proposed[start, end] = key
+    keys = list(dict.fromkeys(proposed.values()))
+    found = dict(zip(keys, store.find(space.namespace, keys), strict=True)) if keys else {}
+    return [
+        _Candidate(start, end, entry)
+        for (start, end), key in proposed.items()
+        if (entry := found[key]) is not None
+    ]
+
+
+def _anchored(
+    by_first: Mapping[int, Sequence[Anchored]], ends: Mapping[int, int], anchors: Sequence[int]
+) -> Iterator[tuple[int, Anchored]]:
+    """Yield where stored lengths fit between a first and a last anchor of the prompt."""
+    pairs = ((start, one) for start in ends for one in by_first.get(anchors[start], ()))
+    for start, one in islice(pairs, COMPARISONS_MAX):
+        last = start + one.num_tokens - ANCHOR_TOKENS
+        if start <= last <= ends[start] - ANCHOR_TOKENS and anchors[last] == one.last:
+            yield start, one
 
 
 def without_prefix(

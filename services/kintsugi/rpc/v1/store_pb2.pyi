@@ -320,7 +320,9 @@ class LookupAnchorsRequest(google.protobuf.message.Message):
     namespace: builtins.str
     space_digest: builtins.bytes
     @property
-    def anchors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def anchors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of every window of a prompt: a chunk is found if its first and its last anchor are among them."""
+
     def __init__(
         self,
         *,
@@ -333,37 +335,47 @@ class LookupAnchorsRequest(google.protobuf.message.Message):
 global___LookupAnchorsRequest = LookupAnchorsRequest
 
 @typing.final
-class AnchorCandidates(google.protobuf.message.Message):
+class Anchored(google.protobuf.message.Message):
+    """Chunks of one length with the same first and last anchor."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    ANCHOR_FIELD_NUMBER: builtins.int
-    MANIFESTS_FIELD_NUMBER: builtins.int
-    anchor: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    first: builtins.int
+    last: builtins.int
+    num_tokens: builtins.int
     @property
-    def manifests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Manifest]: ...
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """At most 16; if there are as many, there may be more."""
+
     def __init__(
         self,
         *,
-        anchor: builtins.int = ...,
-        manifests: collections.abc.Iterable[global___Manifest] | None = ...,
+        first: builtins.int = ...,
+        last: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["anchor", b"anchor", "manifests", b"manifests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "keys", b"keys", "last", b"last", "num_tokens", b"num_tokens"]) -> None: ...
 
-global___AnchorCandidates = AnchorCandidates
+global___Anchored = Anchored
 
 @typing.final
 class LookupAnchorsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    CANDIDATES_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
     @property
-    def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AnchorCandidates]: ...
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Anchored]: ...
     def __init__(
         self,
         *,
-        candidates: collections.abc.Iterable[global___AnchorCandidates] | None = ...,
+        chunks: collections.abc.Iterable[global___Anchored] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["candidates", b"candidates"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks"]) -> None: ...
 
 global___LookupAnchorsResponse = LookupAnchorsResponse
 

@@ -41,6 +41,7 @@ from kintsugi.store.client.received import CROWDED_RETRY_S, ArenaMap, FrameLease
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import (
+    Anchored,
     Buffer,
     ChunkLost,
     ChunkStore,
@@ -233,21 +234,12 @@ class GrpcStore(ChunkStore):
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
-    ) -> dict[int, list[ChunkManifest]]:
-        found: dict[int, list[ChunkManifest]] = {}
-        keys = self._options.find_keys(namespace)
-        for part in _batches(anchors, wire.KEYS_MAX):
+    ) -> builtins.list[Anchored]:
+        found: builtins.list[Anchored] = []
+        for part in _batches(anchors, wire.ANCHORS_MAX):
             request = pb.LookupAnchorsRequest(namespace=namespace, space_digest=space_digest, anchors=part)
             response = self.call("LookupAnchors", request, pb.LookupAnchorsResponse)
-            for candidates in response.candidates:
-                manifests = [self._read_manifest(namespace, manifest) for manifest in candidates.manifests]
-                readable = [
-                    manifest for manifest in manifests if manifest is not None and is_readable(keys, manifest)
-                ]
-                for manifest in readable:
-                    self._manifests.remember(manifest)
-                if readable:
-                    found[candidates.anchor] = readable
+            found += map(wire.anchored_from_wire, response.chunks)
         return found
 
     def put(

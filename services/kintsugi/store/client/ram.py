@@ -10,14 +10,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import islice
 
 from kintsugi.core.documents import DOCUMENT_BYTES_MAX, replaces
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.namespaces import enclosing
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
+from kintsugi.store.protocol.content_index import ContentIndex
 from kintsugi.store.protocol.interface import (
-    ANCHOR_CANDIDATES_MAX,
+    ANCHORED_MAX,
+    Anchored,
     Buffer,
     ChunkLost,
     ChunkStore,
@@ -63,7 +66,7 @@ class RamStore(ChunkStore):
         self._chunks: OrderedDict[_Address, _Chunk] = OrderedDict()
         self._expiring: OrderedDict[_Address, None] = OrderedDict()
         """The addresses of chunks with a lifetime, least recently used first."""
-        self._by_anchor: dict[tuple[str, bytes, int], list[ChunkKey]] = {}
+        self._by_content = ContentIndex()
         self._reports: dict[tuple[ModelFingerprint, str], bytes] = {}
         self._bytes_used = 0
         self._erasures: OrderedDict[tuple[str, ChunkKey | None], tuple[int, Erasure]] = OrderedDict()
@@ -94,17 +97,10 @@ class RamStore(ChunkStore):
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
-    ) -> dict[int, list[ChunkManifest]]:
-        found: dict[int, list[ChunkManifest]] = {}
+    ) -> builtins.list[Anchored]:
         with self._lock:
-            for anchor in set(anchors):
-                keys = tuple(self._by_anchor.get((namespace, space_digest, anchor), ()))
-                chunks = (self._find((namespace, key)) for key in keys)
-                manifests = [chunk.manifest for chunk in chunks if chunk is not None]
-                if manifests:
-                    manifests.sort(key=lambda manifest: -manifest.num_tokens)
-                    found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
-        return found
+            found = self._by_content.find(namespace, space_digest, anchors, frozenset(anchors))
+            return builtins.list(islice(found, ANCHORED_MAX))
 
     def put(
         self,
@@ -143,8 +139,7 @@ class RamStore(ChunkStore):
             if ttl_s:
                 self._expiring[address] = None
             self._bytes_used += manifest.chunk_bytes
-            for anchor in _anchor_addresses(manifest):
-                self._by_anchor.setdefault(anchor, []).append(manifest.key)
+            self._by_content.add(manifest)
         return True
 
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:
@@ -169,11 +164,7 @@ class RamStore(ChunkStore):
         self._expiring.pop(address, None)
         manifest = chunk.manifest
         self._bytes_used -= manifest.chunk_bytes
-        for anchor in _anchor_addresses(manifest):
-            keys = self._by_anchor[anchor]
-            keys.remove(manifest.key)
-            if not keys:
-                del self._by_anchor[anchor]
+        self._by_content.remove(manifest)
         return True
 
     def stream(
@@ -284,7 +275,3 @@ class RamStore(ChunkStore):
 def _check_ttl(ttl_s: float) -> None:
     if not ttl_s >= 0:
         raise InvalidField("ttl_s", f"{ttl_s} is not positive")
-
-
-def _anchor_addresses(manifest: ChunkManifest) -> builtins.list[tuple[str, bytes, int]]:
-    return [(manifest.namespace, manifest.space_digest, anchor) for anchor in manifest.anchors]

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from kintsugi.core.documents import supersedes
@@ -39,7 +40,7 @@ from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import (
-    ANCHOR_CANDIDATES_MAX,
+    Anchored,
     Buffer,
     ChunkLost,
     ChunkStore,
@@ -213,23 +214,15 @@ class ShardedStore(ChunkStore):
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
-    ) -> dict[int, builtins.list[ChunkManifest]]:
+    ) -> builtins.list[Anchored]:
         shards = self.shard_map()
         answers = self._ask_all(
             shards.shards, lambda store: store.lookup_anchors(namespace, space_digest, anchors)
         )
-        found: dict[int, dict[ChunkKey, ChunkManifest]] = {}
-        for shard, answer in zip(shards.shards, answers, strict=True):
-            for anchor, manifests in (answer or {}).items():
-                # A shard may still hold a chunk that another shard owns now. That copy is never read, so it
-                # counts as a miss.
-                owned = {m.key: m for m in manifests if shard in shards.owners(m.key)}
-                found.setdefault(anchor, {}).update(owned)
-        return {
-            anchor: sorted(manifests.values(), key=lambda m: -m.num_tokens)[:ANCHOR_CANDIDATES_MAX]
-            for anchor, manifests in found.items()
-            if manifests
-        }
+        found: dict[tuple[int, int, int], dict[ChunkKey, None]] = {}
+        for one in chain.from_iterable(answer or () for answer in answers):
+            found.setdefault(one[:3], {}).update(dict.fromkeys(one.keys))
+        return [Anchored(*alike, tuple(keys)) for alike, keys in found.items()]
 
     def put(
         self,

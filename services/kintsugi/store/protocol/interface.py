@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import ErasedPlace as ErasedPlace
@@ -25,9 +26,11 @@ Buffer = bytes | bytearray | memoryview
 DATA_KEYS = "data keys"
 KEPT_KEYS = "data keys, not destroyed: this process cannot change them"
 
-ANCHOR_CANDIDATES_MAX = 16
-"""Maximum number of manifests returned for one anchor, longest first. It bounds the work that a hostile
-corpus can cause."""
+ANCHORED_MAX = 16_384
+"""Maximum number of items that a lookup of anchors returns. It bounds the work that a hostile corpus can
+cause."""
+ANCHORED_KEYS_MAX = 16
+"""Maximum number of keys in one item of a lookup of anchors."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,20 @@ class Found:
 
     manifest: ChunkManifest
     source: ChunkSource
+
+
+class Anchored(NamedTuple):
+    """The stored chunks of one space and length with the same first and last anchor."""
+
+    first: int
+    last: int
+    num_tokens: int
+    keys: tuple[ChunkKey, ...]
+    """At most `ANCHORED_KEYS_MAX`; if there are as many, there may be more chunks."""
+
+    def may_hold(self, key: ChunkKey) -> bool:
+        """Return whether the chunk `key` may be one of these."""
+        return key in self.keys or len(self.keys) >= ANCHORED_KEYS_MAX
 
 
 @dataclass(frozen=True)
@@ -167,12 +184,10 @@ class ChunkStore(ABC):
         return [self.transport if manifest else None for manifest in self.lookup(namespace, keys)]
 
     @abstractmethod
-    def lookup_anchors(
-        self, namespace: str, space_digest: bytes, anchors: Sequence[int]
-    ) -> dict[int, list[ChunkManifest]]:
-        """Return the chunks of a chunk space whose first tokens hash to an anchor: at most
-        `ANCHOR_CANDIDATES_MAX` for each anchor, longest first. Anchors without chunks are left out. The
-        caller recomputes a candidate's key from its own tokens before using it."""
+    def lookup_anchors(self, namespace: str, space_digest: bytes, anchors: Sequence[int]) -> list[Anchored]:
+        """Return the chunks of a chunk space whose first and last anchors are both among `anchors`, in any
+        order; at most `ANCHORED_MAX` items for each call of a shard. The caller computes a chunk's key from
+        its own tokens and looks that up."""
 
     @abstractmethod
     def put(

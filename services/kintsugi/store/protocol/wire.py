@@ -27,7 +27,7 @@ from kintsugi.core.layout import (
 )
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.protocol.interface import ShardUse, TierUse
+from kintsugi.store.protocol.interface import Anchored, ShardUse, TierUse
 
 Header = TypeVar("Header", bound=Message)
 Kind = TypeVar("Kind", PartKind, Codec)
@@ -47,11 +47,13 @@ DIGESTS_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + (1 << 20)
 
 KEYS_MAX = 4096
-"""Maximum number of keys or anchors per call."""
+"""Maximum number of keys per call."""
+ANCHORS_MAX = 1 << 17
+"""Maximum number of anchors per call: those of a prompt, because a chunk is found by two of them."""
 LIST_MAX = 10_000
 RESPONSE_BYTES_MAX = 32 << 20
-"""Maximum size of the manifests in one response. A page of a listing ends there, further anchor candidates
-are misses, and a larger lookup is refused."""
+"""Maximum size of the manifests in one response. A page of a listing ends there, and a larger lookup is
+refused."""
 LOOKUP_KEYS_BATCH = 256
 """Keys per lookup of this client: a manifest of a large model has 128 KiB."""
 
@@ -123,6 +125,16 @@ def manifest_bytes(manifest: ChunkManifest) -> int:
     has."""
     fields = len(manifest.anchors) + len(manifest.side_frames) + len(manifest.context_keys)
     return len(manifest.digests) + _GROUP_BYTES_MAX * len(manifest.layout.groups) + _FIELD_BYTES_MAX * fields
+
+
+def anchored_to_wire(chunks: Anchored) -> pb.Anchored:
+    keys = [key.digest for key in chunks.keys]
+    return pb.Anchored(first=chunks.first, last=chunks.last, num_tokens=chunks.num_tokens, keys=keys)
+
+
+def anchored_from_wire(chunks: pb.Anchored) -> Anchored:
+    """Raises `InvalidField` for a malformed key."""
+    return Anchored(chunks.first, chunks.last, chunks.num_tokens, tuple(map(ChunkKey, chunks.keys)))
 
 
 def _group_to_wire(group: LayerGroup) -> pb.LayerGroup:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +19,7 @@ from functools import cached_property
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
+from kintsugi.store.protocol.content_index import ContentIndex
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, LifetimePolicy
 from kintsugi.store.shard.tiers.extents import Extent, Strides
 
@@ -222,15 +222,12 @@ class Copying:
     source: Residence
 
 
-_Anchor = tuple[str, bytes, int]
-
-
 class EntryIndex:
     """Not thread-safe: the table holds the lock."""
 
     def __init__(self) -> None:
         self._entries: dict[Address, ChunkEntry] = {}
-        self._by_anchor: dict[_Anchor, list[ChunkEntry]] = {}
+        self.by_content = ContentIndex()
         self._keys: dict[str, list[bytes]] = {}
         self.bytes_by_namespace: dict[str, int] = {}
 
@@ -250,8 +247,7 @@ class EntryIndex:
         insort(self._keys.setdefault(namespace, []), key.digest)
         used = self.bytes_by_namespace.get(namespace, 0)
         self.bytes_by_namespace[namespace] = used + entry.charged_bytes
-        for anchor in _anchors(entry.manifest):
-            self._by_anchor.setdefault(anchor, []).append(entry)
+        self.by_content.add(entry.manifest)
 
     def remove(self, entry: ChunkEntry) -> None:
         namespace, key = entry.address
@@ -261,23 +257,7 @@ class EntryIndex:
         self.bytes_by_namespace[namespace] -= entry.charged_bytes
         if not keys:
             del self._keys[namespace], self.bytes_by_namespace[namespace]
-        for anchor in _anchors(entry.manifest):
-            entries = self._by_anchor[anchor]
-            entries.remove(entry)
-            if not entries:
-                del self._by_anchor[anchor]
-
-    def find_candidates(
-        self, namespace: str, space_digest: bytes, anchors: Iterable[int]
-    ) -> dict[int, list[ChunkManifest]]:
-        """Return the chunks of a space that have each anchor, longest first."""
-        found: dict[int, list[ChunkManifest]] = {}
-        for anchor in set(anchors):
-            entries = self._by_anchor.get((namespace, space_digest, anchor), ())
-            manifests = sorted((entry.manifest for entry in entries), key=lambda m: -m.num_tokens)
-            if manifests:
-                found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
-        return found
+        self.by_content.remove(entry.manifest)
 
     def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
         """Return entries in key order."""
@@ -289,7 +269,3 @@ class EntryIndex:
         """Return the addresses of a namespace's chunks, including those of its parts."""
         names = [name for name in self._keys if is_within(name, namespace)]
         return [(name, ChunkKey(key)) for name in names for key in self._keys[name]]
-
-
-def _anchors(manifest: ChunkManifest) -> list[_Anchor]:
-    return [(manifest.namespace, manifest.space_digest, anchor) for anchor in manifest.anchors]

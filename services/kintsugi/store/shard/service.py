@@ -32,7 +32,6 @@ from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.grpc_server import build_handler, read_message
 from kintsugi.store.protocol.grpc_status import abort_call
 from kintsugi.store.protocol.guard import Admission, ShardGuard
-from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.protocol.messages import parse_message
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.shard.entry import ChunkEntry
@@ -154,26 +153,15 @@ class ChunkStoreService:
     async def lookup_anchors(
         self, request: pb.LookupAnchorsRequest, call: Admission
     ) -> pb.LookupAnchorsResponse:
-        if len(request.anchors) > wire.KEYS_MAX:
+        if len(request.anchors) > wire.ANCHORS_MAX:
             raise InvalidField(
-                "anchors", f"{len(request.anchors)} anchors; at most {wire.KEYS_MAX} are answered per call"
+                "anchors", f"{len(request.anchors)} anchors; at most {wire.ANCHORS_MAX} are answered per call"
             )
-        if len(request.anchors) * ANCHOR_CANDIDATES_MAX > wire.LOOKUP_KEYS_BATCH:
-            return await asyncio.to_thread(self._build_anchors_response, request)
-        return self._build_anchors_response(request)
+        return await asyncio.to_thread(self._build_anchors_response, request)
 
     def _build_anchors_response(self, request: pb.LookupAnchorsRequest) -> pb.LookupAnchorsResponse:
         found = self.shard.lookup_anchors(request.namespace, request.space_digest, request.anchors)
-        response = pb.LookupAnchorsResponse()
-        size = 0
-        for anchor, manifests in found.items():
-            size += sum(map(wire.manifest_bytes, manifests))
-            if size > wire.RESPONSE_BYTES_MAX:
-                break
-            response.candidates.append(
-                pb.AnchorCandidates(anchor=anchor, manifests=map(wire.manifest_to_wire, manifests))
-            )
-        return response
+        return pb.LookupAnchorsResponse(chunks=map(wire.anchored_to_wire, found))
 
     @_answers
     async def put_chunk_kv(self, messages: AsyncIterator[bytes], call: Admission) -> pb.PutChunkKVResponse:

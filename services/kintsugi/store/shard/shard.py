@@ -23,7 +23,7 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.namespaces import EVERY_NAMESPACE, NamespaceRules, matches
 from kintsugi.core.spaces import ChunkKey, check_namespace
-from kintsugi.store.protocol.interface import Erasure, ErasureRange
+from kintsugi.store.protocol.interface import Anchored, Erasure, ErasureRange
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
 from kintsugi.store.shard.erasure import Erasures, Holders, Removed, Scope, Shared, scopes_of
@@ -199,12 +199,10 @@ class Shard:
         found = map(self.table.get, self._addresses(namespace, keys))
         return [entry.tier_name if entry is not None and entry.is_in_reach else "" for entry in found]
 
-    def lookup_anchors(
-        self, namespace: str, space_digest: bytes, anchors: Sequence[int]
-    ) -> dict[int, list[ChunkManifest]]:
+    def lookup_anchors(self, namespace: str, space_digest: bytes, anchors: Sequence[int]) -> list[Anchored]:
         """As `ChunkStore.lookup_anchors`."""
         self._check(namespace)
-        return self.table.find_candidates(namespace, space_digest, anchors)
+        return self.table.find_anchored(namespace, space_digest, anchors)
 
     def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
         """Entries in key order."""

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import SALT, narrow
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, TokenIds
@@ -22,6 +21,7 @@ from kintsugi.engine.scheduler.discovery import QUESTION_TOKENS_MIN, Discovery
 from kintsugi.engine.scheduler.hashing import Salts
 from kintsugi.engine.scheduler.matching import Match, chunks_of
 from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.interface import Anchored
 from tests.contracts.store_contract import make_chunk
 
 FINGERPRINT = ModelFingerprint.of({"model": "toy"})
@@ -320,14 +320,15 @@ def test_what_a_store_forgets_is_queued_again(salts: Salts, store: RamStore) -> 
 
 
 def test_what_a_store_makes_up_is_not_used(salts: Salts) -> None:
-    """It answers every anchor with a chunk of other tokens."""
+    """It answers every pair of anchors with a chunk of other tokens."""
 
     class LyingStore(RamStore):
         def lookup_anchors(
             self, namespace: str, space_digest: bytes, anchors: Sequence[int]
-        ) -> dict[int, list[ChunkManifest]]:
+        ) -> list[Anchored]:
             theirs, _ = make_chunk(passage(99), space_of("others"))
-            return {anchor: [theirs] for anchor in anchors}
+            lengths = (0, 1, 32, len(passage(1)), 1 << 30)
+            return [Anchored(anchors[0], last, n, (theirs.key,)) for last in anchors for n in lengths]
 
     match = sight(discovery_of(salts), [0, *passage(1), *passage(2)], store=LyingStore())
     assert match.spans == ()

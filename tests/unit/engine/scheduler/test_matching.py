@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kintsugi.core.layout import Codec
 from kintsugi.core.plan import ChunkSource
-from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchors_of
+from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchors_of, token_bytes
+from kintsugi.engine.scheduler import matching
 from kintsugi.engine.scheduler.matching import (
     in_codecs,
     match_content,
@@ -53,6 +54,45 @@ def test_equal_anchors_with_other_tokens_behind_are_no_match() -> None:
     store = store_of(list(range(60)))
     prompt = [*range(ANCHOR_TOKENS), *range(1000, 1100)]
     assert match_content(store, SPACE, prompt).spans == ()
+
+
+COMMON = list(range(5000, 5040))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: [*COMMON, *range(10 * number, 10 * number + 50)],
+        lambda number: [*range(10 * number, 10 * number + 50), *COMMON],
+        lambda number: [*COMMON, number, *COMMON],
+        lambda number: [*COMMON, *[7] * number, *COMMON],
+    ],
+    ids=["begin alike", "end alike", "begin and end alike", "differ in length alone"],
+)
+def test_all_of_many_chunks_that_are_alike_are_found(make: Callable[[int], list[int]]) -> None:
+    chunks = [make(number) for number in range(200)]
+    store = store_of(*chunks)
+    for chunk in chunks:
+        (span,) = match_content(store, SPACE, [9, *chunk, 9, 9]).spans
+        assert (span.start, span.end) == (1, 1 + len(chunk))
+
+
+def test_a_prompt_that_repeats_itself_is_compared_a_bounded_number_of_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = 0
+
+    def key_of(space: ChunkSpace, token_ids: Sequence[int]) -> ChunkKey:
+        nonlocal keys
+        keys += 1
+        return ChunkKey.in_space(space.digest, token_bytes(token_ids))
+
+    store = store_of(*([7] * length for length in range(40, 80)))
+    monkeypatch.setattr(matching, "CANDIDATES_MAX", 100)
+    monkeypatch.setattr(ChunkKey, "of", staticmethod(key_of))
+    match = match_content(store, SPACE, [7] * 1000)
+    assert keys <= 100
+    assert (match.spans[0].start, match.spans[0].end) == (0, 79)
 
 
 def test_a_manifest_that_lies_about_its_anchor_is_no_match() -> None:

@@ -53,7 +53,7 @@ def test_a_chunk_is_gone_when_its_lifetime_is_over() -> None:
     now_s = 9.0
     assert store.list("acme") == [manifest]
     now_s = 10.0
-    assert store.lookup_anchors("acme", manifest.space_digest, manifest.anchors) == {}
+    assert store.lookup_anchors("acme", manifest.space_digest, manifest.anchors) == []
     assert store.lookup("acme", [manifest.key]) == [None]
     assert store.stats().bytes_used == 0
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
-from kintsugi.store.shard.entry import Address, ChunkEntry, EntryIndex, Residence
+from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, EntryIndex, Residence
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
@@ -465,6 +465,14 @@ class Room:
         """Forget an evicted chunk."""
         self._transitions.forget(entry)
         self._reuse.record_eviction(entry.address)
+
+    def write_or_forget(self, entry: ChunkEntry, source: CopyTier) -> None:
+        """Write a chunk that left the tier `source`, and that only RAM has, to the last SSD tier, unless that
+        is where it left."""
+        if source is self._queues[-1].tier:
+            self.forget(entry)
+        else:
+            self._transitions.begin_write(entry, self._queues[-1], False)
 
     def refusal(self, manifest: ChunkManifest) -> NoRoomYet:
         """The error for a put that found no room in time."""
