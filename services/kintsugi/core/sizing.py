@@ -19,6 +19,9 @@ from kintsugi.core.layout import Codec, KVLayout, LayerGroup, Part, PartKind
 GIB = 1 << 30
 SLAB_FILL_MAX = 0.9
 """Usable share of an SSD tier. Above it, the allocator fragments and eviction never stops."""
+INDEX_BYTES = 1 << 30
+INDEX_SHARE = 1 / 1024
+"""Memory that a shard's entries of chunks may take: `INDEX_BYTES`, and this share of its tiers."""
 HOT_SHARE = 0.1
 """Share of the corpus that RAM holds."""
 COST = 0.2
@@ -44,6 +47,12 @@ UPLOADS_GIB = 0.25
 """Chunks that wait for their upload to a bucket."""
 ENGINE_DTYPES = {"float32": "bfloat16"}
 """The dtype that vLLM uses with `auto`, by a checkpoint's dtype."""
+
+
+def index_bytes(capacity_bytes: int) -> int:
+    """Return the memory that the entries of a shard's chunks may take, beside its RAM tier. The tiers hold
+    `capacity_bytes` in all."""
+    return INDEX_BYTES + int(INDEX_SHARE * capacity_bytes)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import breaker
 from kintsugi.store.protocol.interface import Buffer
 from kintsugi.store.shard import life, opening
+from kintsugi.store.shard.entry import charge_of
 from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard
@@ -320,16 +321,16 @@ def test_what_is_computed_sooner_than_loaded_is_not_uploaded(shard: Shard, s3: S
 
 
 def test_the_limit_of_a_namespace_counts_what_is_in_the_bucket(shard: Shard) -> None:
-    limits = NamespaceLimits(ssd_gib=1.5 * A[0].chunk_bytes / GIB)
+    limits = NamespaceLimits(ssd_gib=1.5 * charge_of(A[0]) / GIB)
     shard.set_rules(NamespaceRules(limits={"acme": limits}))
     put(shard, A)
     demote(shard)
     (use,) = shard.table.namespace_uses()
-    assert (tier_of(shard, A), use.used_bytes["ssd"]) == ("bucket", A[0].chunk_bytes)
+    assert (tier_of(shard, A), use.used_bytes["ssd"]) == ("bucket", charge_of(A[0]))
     put(shard, B)
     assert (tier_of(shard, A), tier_of(shard, B)) == ("", "ram")
     (use,) = shard.table.namespace_uses()
-    assert use.used_bytes["ssd"] == B[0].chunk_bytes
+    assert use.used_bytes["ssd"] == charge_of(B[0])
     shard.table.check()
 
 

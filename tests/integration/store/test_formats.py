@@ -23,6 +23,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.serving.store_shard import claim_shard
 from kintsugi.store.shard import work
+from kintsugi.store.shard.entry import charge_of
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.reading import HeldChunk
 from kintsugi.store.shard.shard import Shard
@@ -173,10 +174,10 @@ def test_what_a_namespace_is_charged_is_recorded(tmp_path: Path) -> None:
     """So it is given back as it was taken, whatever a later version charges."""
     (key,) = filled(spec(tmp_path), stop=1)
     (manifest, _) = many(1, tokens=40)[0]
-    more = manifest.chunk_bytes + 100
+    more = charge_of(manifest) + 100
 
     def charge(record: pb.CatalogRecord) -> None:
-        assert record.charged_bytes == manifest.chunk_bytes
+        assert record.charged_bytes == charge_of(manifest)
         record.charged_bytes = more
 
     rewrite(tmp_path / "disk0", charge)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from kintsugi.core.errors import (
     Unavailable,
     VersionMismatch,
 )
+from kintsugi.core.held import Held
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
@@ -57,8 +57,8 @@ from kintsugi.store.protocol.interface import (
 ERASE_TIMEOUT_S = 600.0
 
 
-MANIFESTS_MAX = 4096
-"""Manifests that a client remembers of one shard."""
+MANIFESTS_BYTES_MAX = 64 << 20
+"""Memory for the manifests that a client remembers of one shard: thousands, with 4 KiB of digests each."""
 VERIFY_TIMEOUT_S = 600.0
 
 SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
@@ -124,29 +124,26 @@ class Verified:
 
 
 class _RecentManifests:
-    """The manifests of chunks that a client saw recently; the oldest are dropped first. Thread-safe.
+    """The manifests of chunks that a client saw lately. Thread-safe.
 
     They contain the digests that a stream is verified with.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: OrderedDict[tuple[str, ChunkKey], ChunkManifest] = OrderedDict()
+        self._seen: Held[ChunkKey, ChunkManifest] = Held(MANIFESTS_BYTES_MAX)
 
     def remember(self, manifest: ChunkManifest) -> None:
         with self._lock:
-            self._seen[manifest.namespace, manifest.key] = manifest
-            self._seen.move_to_end((manifest.namespace, manifest.key))
-            while len(self._seen) > MANIFESTS_MAX:
-                self._seen.popitem(last=False)
+            self._seen.put(manifest.namespace, manifest.key, manifest, wire.memory_bytes(manifest))
 
     def get(self, namespace: str, key: ChunkKey) -> ChunkManifest | None:
         with self._lock:
-            return self._seen.get((namespace, key))
+            return self._seen.get(namespace, key)
 
     def forget(self, manifest: ChunkManifest) -> None:
         with self._lock:
-            self._seen.pop((manifest.namespace, manifest.key), None)
+            self._seen.pop(manifest.namespace, manifest.key)
 
 
 class GrpcStore(ChunkStore):

@@ -30,6 +30,7 @@ from kintsugi.store.protocol.interface import (
     LayerFrame,
     StoreStats,
 )
+from kintsugi.store.protocol.wire import memory_bytes
 
 REPORTS_MAX = 1024
 ERASURES_MAX = 10_000
@@ -43,6 +44,11 @@ class _Chunk:
     frames: tuple[memoryview, ...]
     expires_at_s: float = math.inf
     """Time of the store's clock."""
+
+
+def held_bytes(manifest: ChunkManifest) -> int:
+    """Return the bytes that a chunk counts against the capacity: its frames and its manifest."""
+    return manifest.chunk_bytes + memory_bytes(manifest)
 
 
 class RamStore(ChunkStore):
@@ -115,9 +121,10 @@ class RamStore(ChunkStore):
             )
         _check_ttl(ttl_s)
         check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
-        if manifest.chunk_bytes > self.capacity_bytes:
+        size = held_bytes(manifest)
+        if size > self.capacity_bytes:
             raise ResourceExhausted(
-                f"a chunk of {manifest.chunk_bytes} bytes exceeds this store's {self.capacity_bytes}; "
+                f"a chunk of {size} bytes exceeds this store's {self.capacity_bytes}; "
                 "raise its capacity or make chunks shorter"
             )
         every_head = HeadRange(0, manifest.layout.num_kv_heads)
@@ -133,12 +140,12 @@ class RamStore(ChunkStore):
             if self._retain(address, ttl_s):
                 self._touch(address)
                 return False
-            while self._bytes_used + manifest.chunk_bytes > self.capacity_bytes:
+            while self._bytes_used + size > self.capacity_bytes:
                 self._forget(next(iter(self._expiring or self._chunks)))
             self._chunks[address] = _Chunk(manifest, copies, self._clock() + (ttl_s or math.inf))
             if ttl_s:
                 self._expiring[address] = None
-            self._bytes_used += manifest.chunk_bytes
+            self._bytes_used += size
             self._by_content.add(manifest)
         return True
 
@@ -163,7 +170,7 @@ class RamStore(ChunkStore):
             return False
         self._expiring.pop(address, None)
         manifest = chunk.manifest
-        self._bytes_used -= manifest.chunk_bytes
+        self._bytes_used -= held_bytes(manifest)
         self._by_content.remove(manifest)
         return True
 

@@ -59,6 +59,12 @@ LOOKUP_KEYS_BATCH = 256
 
 DIGEST_BYTES = 32
 _PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in PartKind}
+ENTRY_BYTES = 4096
+"""A chunk with few digests takes 3.5 KB in memory and 1.1 KB in a catalog, as measured."""
+FIELD_BYTES = 192
+"""An anchor, a side frame or the key of a context."""
+GROUP_BYTES = 1024
+"""A group of layers, if no other chunk has the layout."""
 _GROUP_BYTES_MAX = 64
 _FIELD_BYTES_MAX = 34
 """Maximum size of an anchor, a side frame's size or the key of a context."""
@@ -125,6 +131,18 @@ def manifest_bytes(manifest: ChunkManifest) -> int:
     has."""
     fields = len(manifest.anchors) + len(manifest.side_frames) + len(manifest.context_keys)
     return len(manifest.digests) + _GROUP_BYTES_MAX * len(manifest.layout.groups) + _FIELD_BYTES_MAX * fields
+
+
+def memory_bytes(manifest: ChunkManifest) -> int:
+    """Return an upper bound of the memory that a manifest takes, with all that a shard keeps of a chunk
+    beside its frames. A record in a catalog takes no more on disk."""
+    fields = len(manifest.anchors) + len(manifest.context_keys) + len(manifest.side_frames)
+    return (
+        ENTRY_BYTES
+        + len(manifest.digests) * 17 // 16
+        + FIELD_BYTES * fields
+        + GROUP_BYTES * len(manifest.layout.groups)
+    )
 
 
 def anchored_to_wire(chunks: Anchored) -> pb.Anchored:

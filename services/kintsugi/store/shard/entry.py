@@ -2,8 +2,7 @@
 data.
 
 Only the transitions in `kintsugi.store.shard.life` assign to the fields of entries and residences. That
-module says which values may occur together. Everything is in memory: a manifest takes 16 bytes per 256 KiB of
-chunk KV.
+module says which values may occur together. Everything is in memory, as `memory_bytes` says.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.content_index import ContentIndex
+from kintsugi.store.protocol.wire import memory_bytes
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, LifetimePolicy
 from kintsugi.store.shard.tiers.extents import Extent, Strides
 
@@ -72,7 +72,7 @@ class CopyTier(ABC):
         """Count an entry's copy and add it to the eviction order."""
         self.chunks += 1
         self._count(entry.manifest.namespace, entry.charged_bytes)
-        self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
+        self.policy.admit(entry, entry.charged_bytes, entry.recompute_ms)
 
     def remove(self, entry: ChunkEntry) -> None:
         """Stop counting an entry's copy. The policy may have removed it already."""
@@ -157,11 +157,11 @@ class ChunkEntry:
     moved_s: float = -math.inf
     """When reads last moved it to another SSD tier, on the shard's monotonic clock."""
 
-    @property
+    @cached_property
     def charged_bytes(self) -> int:
-        """Bytes that its namespace is charged for each copy. They are recorded, so that the same number is
-        credited later even if a later version charges differently."""
-        return self.recorded_bytes or self.manifest.chunk_bytes
+        """`charge_of` the chunk. It is recorded, so that the same number is credited later even if a later
+        version charges differently."""
+        return self.recorded_bytes or charge_of(self.manifest)
 
     @property
     def address(self) -> Address:
@@ -209,6 +209,17 @@ class ChunkEntry:
         return next((residence.tier.name for residence in self.copies), "")
 
 
+def frames_bytes(manifest: ChunkManifest) -> int:
+    """Return the bytes that a chunk's frames take in a tier, with their padding."""
+    return Strides.of(manifest.frame_runs).size_bytes
+
+
+def charge_of(manifest: ChunkManifest) -> int:
+    """Return the bytes that its namespace is charged for each copy of a chunk: its frames, its entry in
+    memory and its record on disk. A copy below RAM may be the only one, so each copy is charged all three."""
+    return frames_bytes(manifest) + 2 * memory_bytes(manifest)
+
+
 MakePolicy = Callable[[int], EvictionPolicy[ChunkEntry]]
 """Makes the policy of a tier with this capacity in bytes."""
 
@@ -230,6 +241,8 @@ class EntryIndex:
         self.by_content = ContentIndex()
         self._keys: dict[str, list[bytes]] = {}
         self.bytes_by_namespace: dict[str, int] = {}
+        self.memory_bytes = 0
+        """`memory_bytes` of all chunks."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -247,6 +260,7 @@ class EntryIndex:
         insort(self._keys.setdefault(namespace, []), key.digest)
         used = self.bytes_by_namespace.get(namespace, 0)
         self.bytes_by_namespace[namespace] = used + entry.charged_bytes
+        self.memory_bytes += memory_bytes(entry.manifest)
         self.by_content.add(entry.manifest)
 
     def remove(self, entry: ChunkEntry) -> None:
@@ -257,6 +271,7 @@ class EntryIndex:
         self.bytes_by_namespace[namespace] -= entry.charged_bytes
         if not keys:
             del self._keys[namespace], self.bytes_by_namespace[namespace]
+        self.memory_bytes -= memory_bytes(entry.manifest)
         self.by_content.remove(entry.manifest)
 
     def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:

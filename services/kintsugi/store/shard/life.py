@@ -72,7 +72,7 @@ def extend(entry: ChunkEntry, expires_at_s: float) -> None:
     entry.expires_at_s = expires_at_s
     if math.isinf(expires_at_s):
         for residence in entry.copies:
-            residence.tier.policy.let_last(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
+            residence.tier.policy.let_last(entry, entry.charged_bytes, entry.recompute_ms)
 
 
 def inherit(entry: ChunkEntry, older: ChunkEntry) -> None:
@@ -161,7 +161,7 @@ def forget(entry: ChunkEntry) -> None:
 
 def order_again(entry: ChunkEntry, residence: Residence) -> None:
     """Return a copy that its tier's policy had given up to the order of eviction."""
-    residence.tier.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
+    residence.tier.policy.admit(entry, entry.charged_bytes, entry.recompute_ms)
 
 
 # Write-back

@@ -48,7 +48,7 @@ class Leases:
         duration out of bounds, `ResourceExhausted` if more would be pinned than is allowed."""
         if not 0 < lease_s <= LEASE_S_MAX:
             raise InvalidField("lease_s", f"{lease_s} is outside (0, {LEASE_S_MAX:.0f}]")
-        size = sum(entry.manifest.chunk_bytes for entry in entries if not entry.pins)
+        size = sum(entry.charged_bytes for entry in entries if not entry.pins)
         if self._bytes + size > self._bytes_max or len(self._leases) >= PINS_MAX:
             raise ResourceExhausted(
                 f"cannot pin {size} bytes: {self._bytes} of {self._bytes_max} bytes are pinned, in "
@@ -84,7 +84,7 @@ class Leases:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return ()
-        size = sum(entry.manifest.chunk_bytes for entry in lease.entries if entry.pins == 1)
+        size = sum(entry.charged_bytes for entry in lease.entries if entry.pins == 1)
         self._bytes -= size
         self.bytes_by_namespace[lease.namespace] -= size
         self._leases_by_namespace[lease.namespace] -= 1

@@ -219,9 +219,10 @@ class EntryTable:
                     return None
                 if options.is_copy and (self._deletions.cover(address) or not self._room.is_there(manifest)):
                     return None
-                tier, residence = self._room.make_to_put(manifest, options, limit_s)
-                if residence is not None:
-                    break
+                if self._room.make_in_index(manifest):
+                    tier, residence = self._room.make_to_put(manifest, options, limit_s)
+                    if residence is not None:
+                        break
                 if self._clock() >= deadline_s:
                     raise self._room.refusal(manifest)
                 self._changed.wait(deadline_s - self._clock())

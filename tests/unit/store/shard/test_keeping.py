@@ -10,7 +10,7 @@ from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.namespaces import GIB, NamespaceLimits, NamespaceRules
 from kintsugi.store.shard import pins as pins_module
-from kintsugi.store.shard.entry import ChunkEntry
+from kintsugi.store.shard.entry import ChunkEntry, charge_of
 from kintsugi.store.shard.eviction.room import NoRoomYet, choose_tier, hides_s
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.lower_tier import Unrecorded
@@ -56,7 +56,7 @@ def put(
 
 def test_parts_of_a_namespace_share_its_limit(shard: Shard) -> None:
     first = put(shard, 40, namespace="small")
-    size = first.chunk_bytes
+    size = charge_of(first)
     fits = 200_000 // size
     for number in range(fits):
         put(shard, 40, namespace=f"small/-/{number}")

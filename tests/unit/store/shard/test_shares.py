@@ -14,6 +14,7 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import GIB, NO_RULES, NamespaceLimits, NamespaceRules
 from kintsugi.core.spaces import ChunkSpace
 from kintsugi.store.shard import pins
+from kintsugi.store.shard.entry import charge_of
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import PutOptions
@@ -55,7 +56,7 @@ def put(
     return manifest
 
 
-CHUNK = make_chunk(range(100), SPACE)[0].chunk_bytes
+CHUNK = charge_of(make_chunk(range(100), SPACE)[0])
 ON_RAM = PutOptions(recompute_ms=1e-6)
 """No disk could load such a chunk in time."""
 
@@ -103,7 +104,7 @@ def test_the_limit_of_ssd_drops_the_oldest_copies(shard: Shard) -> None:
         put(shard, "flood", tokens)
     (disk,) = shard.disks
     assert disk.bytes_by_namespace["flood"] <= 3.5 * CHUNK
-    assert disk.bytes_by_namespace["other"] == other.chunk_bytes
+    assert disk.bytes_by_namespace["other"] == charge_of(other)
     shard.table.check()
 
 
@@ -147,7 +148,7 @@ def test_one_namespaces_pins_leave_room_for_anothers(ram_shard: Shard) -> None:
 def test_leases_of_parts_count_with_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pins, "PINS_MAX", 8)
     leases = pins.Leases(1 << 40, lambda: 0.0)
-    entry = SimpleNamespace(manifest=SimpleNamespace(chunk_bytes=1), pins=0)
+    entry = SimpleNamespace(charged_bytes=1, pins=0)
 
     def pin(namespace: str) -> str:
         return leases.grant(namespace, [entry], 60.0, NO_RULES)  # type: ignore[list-item]

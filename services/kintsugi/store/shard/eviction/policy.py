@@ -18,6 +18,8 @@ Item = TypeVar("Item", bound=Hashable)
 
 SMALL_SHARE = 0.5
 GHOST_SHARE = 2.0
+GHOSTS_MAX = 1 << 18
+"""Items that one policy remembers after they left: 70 MB."""
 USES_MAX = 3
 
 
@@ -156,7 +158,7 @@ class S3Fifo(EvictionPolicy[Item]):
             return
         self._ghost[self._identity(item)] = size
         self._ghost_bytes += size
-        while self._ghost_bytes > self._ghost_bytes_max:
+        while self._ghost_bytes > self._ghost_bytes_max or len(self._ghost) > GHOSTS_MAX:
             self._ghost_bytes -= self._ghost.popitem(last=False)[1]
 
 

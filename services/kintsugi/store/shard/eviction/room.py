@@ -7,15 +7,27 @@ under the table's lock; only the table changes chunks.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
+from kintsugi.core.held import Held
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
-from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, EntryIndex, Residence
+from kintsugi.core.sizing import index_bytes
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.protocol.wire import memory_bytes
+from kintsugi.store.shard.entry import (
+    Address,
+    ChunkEntry,
+    CopyTier,
+    EntryIndex,
+    Residence,
+    charge_of,
+    frames_bytes,
+)
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
@@ -32,7 +44,8 @@ may be demoted again: a chunk must not be written back and forth at the rate of 
 LIFETIME_S_MIN = 60.0
 """A chunk with a shorter lifetime is not uploaded."""
 NO_SSD_TIER = "durable needs an SSD tier; put with ack=ram, or start the shard with --ssd"
-EVICTED_MAX = 65536
+EVICTED_BYTES_MAX = 32 << 20
+"""Memory for the keys of evicted chunks."""
 SOON_S = 600.0
 """A chunk that is looked up again within this time should have been kept."""
 WINDOW_S = 60.0
@@ -166,7 +179,7 @@ class Shares:
         """`lower`: the tiers whose bytes `ssd_gib` limits: the SSD tiers, and the bucket if there is one."""
         self.rules: NamespaceRules = NO_RULES
         self._ram = ram
-        self._lower = lower
+        self.lower = lower
         self._leases = leases
 
     def exceeds_ram(self, namespace: str, added_bytes: int) -> bool:
@@ -180,25 +193,25 @@ class Shares:
 
     def is_full_for(self, manifest: ChunkManifest) -> bool:
         """Return whether the limits of its namespace admit the chunk only after others leave."""
-        exceeds = self._exceeds_ssd if self._lower else self.exceeds_ram
-        return exceeds(manifest.namespace, manifest.chunk_bytes)
+        exceeds = self._exceeds_ssd if self.lower else self.exceeds_ram
+        return exceeds(manifest.namespace, charge_of(manifest))
 
     def may_be_on_ssd(self, manifest: ChunkManifest) -> bool:
         """Return whether the chunk, on its own, fits its namespace's limit of SSD."""
         limits = self.rules.limits_of(manifest.namespace)
-        return limits is None or manifest.chunk_bytes <= bytes_of(limits.ssd_gib)
+        return limits is None or charge_of(manifest) <= bytes_of(limits.ssd_gib)
 
     def check_size(self, manifest: ChunkManifest) -> None:
         """Raise `ResourceExhausted` for a chunk larger than RAM, or than its namespace's limit of RAM."""
-        if manifest.chunk_bytes > self._ram.capacity_bytes:
+        if (size := frames_bytes(manifest)) > self._ram.capacity_bytes:
             raise ResourceExhausted(
-                f"a chunk of {manifest.chunk_bytes} bytes exceeds the RAM tier's {self._ram.capacity_bytes}; "
+                f"a chunk of {size} bytes exceeds the RAM tier's {self._ram.capacity_bytes}; "
                 "raise its capacity or make chunks shorter"
             )
         limits = self.rules.limits_of(manifest.namespace)
-        if limits is not None and manifest.chunk_bytes > bytes_of(limits.ram_gib):
+        if limits is not None and charge_of(manifest) > bytes_of(limits.ram_gib):
             raise ResourceExhausted(
-                f"a chunk of {manifest.chunk_bytes} bytes exceeds ram_gib {limits.ram_gib:g} of namespace "
+                f"a chunk of {charge_of(manifest)} bytes exceeds ram_gib {limits.ram_gib:g} of namespace "
                 f"{manifest.namespace!r}; make chunks shorter, or have the limit raised"
             )
 
@@ -230,7 +243,7 @@ class Shares:
         if not self._exceeds_ssd(namespace):
             return None
         is_own = self.may_make_room(namespace)
-        for tier in reversed(self._lower):
+        for tier in reversed(self.lower):
             victim = tier.policy.evict(
                 lambda entry: is_own(entry.manifest.namespace) and may_leave_disk(entry)
             )
@@ -263,12 +276,12 @@ class Shares:
         return sum_account(self._ram.bytes_by_namespace, namespace, self.rules)
 
     def _ssd_bytes(self, namespace: str) -> int:
-        return sum(sum_account(tier.bytes_by_namespace, namespace, self.rules) for tier in self._lower)
+        return sum(sum_account(tier.bytes_by_namespace, namespace, self.rules) for tier in self.lower)
 
 
 def _ssd_refusal(manifest: ChunkManifest) -> ResourceExhausted:
     return ResourceExhausted(
-        f"a chunk of {manifest.chunk_bytes} bytes exceeds ssd_gib of namespace {manifest.namespace!r}; "
+        f"a chunk of {charge_of(manifest)} bytes exceeds ssd_gib of namespace {manifest.namespace!r}; "
         "put it to RAM, or have the limit raised"
     )
 
@@ -298,6 +311,12 @@ def may_leave_disk(entry: ChunkEntry) -> bool:
     return entry.writing is None
 
 
+def may_be_forgotten(entry: ChunkEntry) -> bool:
+    """Return whether no call, thread or lease needs the chunk now."""
+    in_use = entry.pins or entry.writing is not None or entry.is_loading
+    return not in_use and not any(copy.readers for copy in entry.copies)
+
+
 def give_up(tier: LowerTier, needed_bytes: int) -> list[Eviction]:
     """Take chunks that a tier's policy evicts, until their bytes exceed the need or no more may leave."""
     goal_bytes = max(needed_bytes, min(ROOM_BYTES_MIN, tier.capacity_bytes // 16))
@@ -305,7 +324,7 @@ def give_up(tier: LowerTier, needed_bytes: int) -> list[Eviction]:
     while goal_bytes > 0 and (victim := tier.policy.evict(may_leave_disk)) is not None:
         assert victim.disk is not None
         tier.evictions += 1
-        goal_bytes -= victim.manifest.chunk_bytes
+        goal_bytes -= victim.disk.size_bytes
         evictions.append(Eviction(victim, victim.disk))
     return evictions
 
@@ -327,19 +346,17 @@ class ReuseGaps:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._evicted: OrderedDict[Address, float] = OrderedDict()
+        self.evicted: Held[ChunkKey, float] = Held(EVICTED_BYTES_MAX)
+        """When chunks were evicted."""
         self._returns: deque[float] = deque(maxlen=RETURNS_MAX)
         self.observe: Callable[[float], None] = lambda gap_s: None
         """Called with each gap, in seconds."""
 
     def record_eviction(self, address: Address) -> None:
-        self._evicted[address] = self._clock()
-        self._evicted.move_to_end(address)
-        while len(self._evicted) > EVICTED_MAX:
-            self._evicted.popitem(last=False)
+        self.evicted.put(*address, self._clock())
 
     def record_lookup_miss(self, address: Address) -> None:
-        left_s = self._evicted.pop(address, None)
+        left_s = self.evicted.pop(*address)
         if left_s is None:
             return
         now_s = self._clock()
@@ -377,6 +394,9 @@ class Room:
         reuse: ReuseGaps,
         transitions: Transitions,
     ) -> None:
+        self._slowest_first: tuple[CopyTier, ...] = (*reversed(shares.lower), ram)
+        self.index_bytes_max = index_bytes(sum(tier.capacity_bytes for tier in self._slowest_first))
+        """Bytes of memory that the entries of all chunks may take."""
         self._index = index
         self._ram = ram
         self._queues = queues
@@ -393,14 +413,14 @@ class Room:
     def is_there(self, manifest: ChunkManifest) -> bool:
         """Return whether a chunk fits without the loss of another chunk, and within its namespace's
         limits."""
-        return not self._shares.is_full_for(manifest) and manifest.chunk_bytes <= self.free_bytes()
+        return not self._shares.is_full_for(manifest) and frames_bytes(manifest) <= self.free_bytes()
 
     def make_to_put(
         self, manifest: ChunkManifest, options: PutOptions, hides_s: float
     ) -> tuple[str, Residence | None]:
         """Return the tier that a chunk is to be written to, and room for it in RAM, None if it has to wait.
         `hides_s`: as in `choose_tier`. Raises `InvalidField` and `ResourceExhausted`."""
-        size = manifest.chunk_bytes
+        size = frames_bytes(manifest)
         best = choose_tier(speeds_of(self._queues), size, hides_s, options.durable)
         tier = self._shares.tier_for(manifest, best, options.durable)
         queue = find_queue(self._queues, tier)
@@ -418,10 +438,22 @@ class Room:
     def make_share(self, manifest: ChunkManifest) -> bool:
         """Evict a namespace's own chunks from RAM until another one fits its limit. Returns whether it
         fits."""
-        while self._shares.exceeds_ram(manifest.namespace, manifest.chunk_bytes):
+        while self._shares.exceeds_ram(manifest.namespace, charge_of(manifest)):
             is_own = self._shares.may_make_room(manifest.namespace)
-            if not self._evict_from_ram(manifest.chunk_bytes, is_own):
+            if not self._evict_from_ram(frames_bytes(manifest), is_own):
                 return False
+        return True
+
+    def make_in_index(self, manifest: ChunkManifest) -> bool:
+        """Forget chunks, those of the slowest tier first, until the entry of another fits the memory that
+        entries may take. Returns whether it fits."""
+        while self._index.memory_bytes + memory_bytes(manifest) > self.index_bytes_max:
+            found = ((tier, tier.policy.evict(may_be_forgotten)) for tier in self._slowest_first)
+            tier, victim = next((one for one in found if one[1] is not None), (None, None))
+            if tier is None or victim is None:
+                return False
+            tier.evictions += 1
+            self.forget(victim)
         return True
 
     def trim_ssd(self, namespace: str) -> None:
@@ -437,7 +469,7 @@ class Room:
         if not self.make_share(manifest):
             return None
         residence = self._ram.allocate(manifest)
-        while residence is None and self._evict_from_ram(manifest.chunk_bytes):
+        while residence is None and self._evict_from_ram(frames_bytes(manifest)):
             residence = self._ram.allocate(manifest)
         return residence
 
@@ -477,7 +509,7 @@ class Room:
     def refusal(self, manifest: ChunkManifest) -> NoRoomYet:
         """The error for a put that found no room in time."""
         return NoRoomYet(
-            f"{manifest.chunk_bytes} bytes do not fit beside chunks that are pinned, being read or waiting "
-            f"for the disk ({self._ram.allocator.free_bytes} of {self._ram.capacity_bytes} bytes of RAM are "
+            f"{frames_bytes(manifest)} bytes do not fit beside chunks that are pinned, being read or "
+            f"waiting for the disk ({self._ram.allocator.free_bytes} of {self._ram.capacity_bytes} bytes of RAM are "
             "free), or into what the namespace may use; try again later"
         )

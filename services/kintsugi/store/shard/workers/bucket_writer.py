@@ -20,7 +20,7 @@ from contextlib import suppress
 import lmdb
 
 from kintsugi.core.errors import Corrupted, InvalidField, Unavailable
-from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Residence, frames_bytes
 from kintsugi.store.shard.eviction.room import pays_to_keep
 from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
@@ -134,7 +134,7 @@ class BucketWriter:
         """Reserve room in the bucket, evicting other chunks if needed, and in memory."""
         upload = self.tier.reserve(entry)
         if upload is None and self.tier.is_full_for(entry):
-            evictions = self._table.demotions.begin(self.tier, entry.manifest.chunk_bytes)
+            evictions = self._table.demotions.begin(self.tier, frames_bytes(entry.manifest))
             self._table.demotions.end(evictions, {})
             upload = self.tier.reserve(entry)
         if upload is None:

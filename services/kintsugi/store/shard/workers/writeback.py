@@ -22,7 +22,7 @@ from typing import Protocol
 import lmdb
 
 from kintsugi.core.errors import Corrupted, KintsugiError, ResourceExhausted, Unavailable
-from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence, frames_bytes
 from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.ram_tier import Arena
@@ -71,7 +71,7 @@ class TierWriter:
             residence = self.tier.allocate(entry)
             if residence is not None:
                 return residence
-            evictions = self._table.demotions.begin(self.tier, entry.manifest.chunk_bytes)
+            evictions = self._table.demotions.begin(self.tier, frames_bytes(entry.manifest))
             self.demote(evictions)
             if not self.tier.bury() and not evictions:
                 return None
