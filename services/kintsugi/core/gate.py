@@ -9,7 +9,15 @@ from functools import cached_property
 from kintsugi.core.errors import BelowMinimum, Corrupted, NotBlendable, VersionMismatch
 from kintsugi.core.evidence import Quality
 from kintsugi.core.plan import Selection, apply_options
-from kintsugi.core.report import Allowance, Binding, Cell, Report, Standing, source_of
+from kintsugi.core.report import (
+    SOURCES_KEPT_MAX,
+    Allowance,
+    Binding,
+    Cell,
+    Report,
+    Standing,
+    source_of,
+)
 from kintsugi.core.request import BlendOptions
 
 LEARNING = "learning"
@@ -51,16 +59,21 @@ class GateState:
     """Versions of this engine, as in `ReportPart.versions`."""
 
     @cached_property
-    def _allowances(self) -> dict[tuple[Cell, str], Allowance | None]:
+    def _allowances(self) -> dict[tuple[Cell, str], tuple[Allowance | None]]:
         return {}
 
     def allowance(self, cell: Cell, source: str) -> Allowance | None:
         """Return what a source's requests may use in a cell; None: nothing yet."""
         assert self.report is not None
         key = cell, source
-        if key not in self._allowances:
-            self._allowances[key] = self.report.allowance(cell, source, self.quality, self.versions)
-        return self._allowances[key]
+        known = self._allowances.get(key)
+        if known is None:
+            if len(self._allowances) >= SOURCES_KEPT_MAX:
+                self._allowances.clear()
+            known = self._allowances[key] = (
+                self.report.allowance(cell, source, self.quality, self.versions),
+            )
+        return known[0]
 
     def permit(
         self, namespace: str, is_discovered: bool, num_tokens: int, fallback: Selection, options: BlendOptions

@@ -46,6 +46,9 @@ FIRST_SLOT = 0.75
 """Share of the error probability of the first slot: most services have one kind of prompts and one tenant."""
 FIRST_EPOCH = 0.85
 """Share of a slot's error probability that is used before its first closing."""
+SOURCES_KEPT_MAX = 1024
+"""Maximum number of computed answers, by cell and source, that a report and what it allows keep: half a
+megabyte. All are dropped beyond it, because a caller may make up any number of namespaces."""
 COMMON_SHARE = 0.15
 """Share of the error probability for passing in a cell on the evidence of several namespaces together."""
 NAMESPACES_MIN = 4
@@ -413,9 +416,12 @@ class Report:
         """Return how far a source's own evidence is. Computed once, because every request needs it while
         nothing is open."""
         key = cell, source, quality
-        if key not in self._standings:
-            self._standings[key] = self._compute_standing(cell, source, quality)
-        return self._standings[key]
+        standing = self._standings.get(key)
+        if standing is None:
+            if len(self._standings) >= SOURCES_KEPT_MAX:
+                self._standings.clear()
+            standing = self._standings[key] = self._compute_standing(cell, source, quality)
+        return standing
 
     def _compute_standing(self, cell: Cell, source: str, quality: Quality) -> Standing:
         epoch, slot = self.epoch(source), self.slot(cell, source)

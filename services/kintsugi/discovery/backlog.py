@@ -7,9 +7,10 @@ can fill the backlog alone.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 
+from kintsugi.core.held import Allotment
 from kintsugi.core.namespaces import base_of
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
 
@@ -58,7 +59,7 @@ class Backlog:
         self.share = SHARE
         self._earned = 0.0
         self._waiting: OrderedDict[ChunkKey, Recurring] = OrderedDict()
-        self._tokens: Counter[str] = Counter()
+        self._tokens = Allotment(NAMESPACE_TOKENS_MAX)
         """Charged tokens of the waiting segments, by base namespace."""
         self.num_refused = 0
         """Number of segments that were dropped for lack of room."""
@@ -73,14 +74,13 @@ class Backlog:
     def add(self, segment: Recurring) -> bool:
         """Add a segment. Returns False if it already waits, or if there is no room."""
         room, base = _room_of(segment), base_of(segment.space.namespace)
-        is_full = self._tokens.total() + room > TOKENS_MAX or self._tokens[base] + room > NAMESPACE_TOKENS_MAX
         if segment.name in self._waiting:
             return False
-        if is_full:
+        if not self._tokens.fits(base, room):
             self.num_refused += 1
             return False
         self._waiting[segment.name] = segment
-        self._tokens[base] += room
+        self._tokens.add(base, room)
         return True
 
     @property
@@ -105,9 +105,7 @@ class Backlog:
     def _leave(self, segment: Recurring) -> None:
         del self._waiting[segment.name]
         base = base_of(segment.space.namespace)
-        self._tokens[base] -= _room_of(segment)
-        if not self._tokens[base]:
-            del self._tokens[base]
+        self._tokens.add(base, -_room_of(segment))
 
     def spend(self, computed_tokens: int) -> None:
         """Decrease the budget by the tokens that a save computes. The last save may overdraw it."""

@@ -25,6 +25,7 @@ from kintsugi.core.exchange import (
     EngineInfo,
     SaveOutcome,
 )
+from kintsugi.core.held import Allotment
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, TokenIds
@@ -44,10 +45,11 @@ INFO_TTL_S = 5.0
 SPACES_MAX = 1024
 
 WAITING_TOKENS_MAX = 4 << 20
-"""Maximum number of tokens in chunks that wait or are being saved: hours of work for a small engine."""
-WAITING_CHUNKS_MAX = 1 << 16
-"""Maximum number of chunks that wait or are being saved: each needs a kilobyte here, and a request in an
+"""Maximum number of tokens in a namespace's chunks that wait or are being saved: hours of work for a small
 engine."""
+WAITING_CHUNKS_MAX = 1 << 16
+"""Maximum number of a namespace's chunks that wait or are being saved: each needs a kilobyte here, and a
+request in an engine."""
 RUNNING_MAX = 4
 """Maximum number of concurrent calls to the engines if the gateway has no engine places."""
 BATCH_TOKENS = 16_384
@@ -326,8 +328,8 @@ class Saver:
         self._backend = backend
         self._shares = shares or FairShares()
         self.times = times or SaveTimes()
-        self._waiting_tokens_max = waiting_tokens_max
-        self._waiting_tokens = 0
+        self._waiting_tokens = Allotment(waiting_tokens_max)
+        self._waiting_chunks = Allotment(WAITING_CHUNKS_MAX)
         self._slots = asyncio.Semaphore(RUNNING_MAX)
         self._saves: dict[_Address, _Save] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -354,18 +356,13 @@ class Saver:
             for address, (_, tokens) in zip(addresses, chunks, strict=True)
             if address not in self._saves or self._saves[address].future.done()
         }
-        if len(self._saves) + len(fresh) > WAITING_CHUNKS_MAX:
-            raise ResourceExhausted(
-                f"{len(self._saves)} chunks wait to be prefilled, and the limit is {WAITING_CHUNKS_MAX}; "
-                "send fewer and longer chunks, or try again later"
-            )
+        if not self._waiting_chunks.fits(namespace, len(fresh)):
+            raise _too_many(self._waiting_chunks, namespace, "chunks", "send fewer and longer ones")
         size = sum(map(len, fresh.values()))
-        if self._waiting_tokens + size > self._waiting_tokens_max:
-            raise ResourceExhausted(
-                f"{self._waiting_tokens} tokens wait to be prefilled, and the limit is "
-                f"{self._waiting_tokens_max}; send fewer, or try again later"
-            )
-        self._waiting_tokens += size
+        if not self._waiting_tokens.fits(namespace, size):
+            raise _too_many(self._waiting_tokens, namespace, "tokens", "send fewer")
+        self._waiting_chunks.add(namespace, len(fresh))
+        self._waiting_tokens.add(namespace, size)
         loop = asyncio.get_running_loop()
         saves = [
             _Save(address, tokens, asked_at_s, loop.create_future()) for address, tokens in fresh.items()
@@ -428,8 +425,9 @@ class Saver:
             log.exception("%d chunks of %s were not saved", len(batch), namespace)
             problem = f"defect: {type(defect).__name__}"
         finally:
+            self._waiting_chunks.add(namespace, -len(batch))
+            self._waiting_tokens.add(namespace, -sum(len(one.tokens) for one in batch))
             for one in batch:
-                self._waiting_tokens -= len(one.tokens)
                 if self._saves.get(one.address) is one:  # false if it was dropped
                     del self._saves[one.address]
                 if not one.future.done():
@@ -448,6 +446,13 @@ class Saver:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _too_many(waiting: Allotment, namespace: str, what: str, remedy: str) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"{waiting[namespace]} {what} of {namespace!r} wait to be prefilled, {waiting.total} in all; "
+        f"at most {waiting.each} of one and {2 * waiting.each} of all may: {remedy}, or again later"
+    )
 
 
 def _batches(saves: Sequence[_Save]) -> list[list[_Save]]:

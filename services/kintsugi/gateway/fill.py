@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kintsugi.core.errors import KintsugiError, ResourceExhausted
+from kintsugi.core.held import Allotment, Held
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.request import longest_ttl
 from kintsugi.core.spaces import ChunkKey, TokenIds
@@ -36,11 +37,12 @@ class FillConfig:
     sights: int = 2
     """Number of misses after which a chunk is filled."""
     queue_max: int = 1024
-    """Maximum number of waiting chunks; further misses are dropped, and counted again when they recur."""
+    """Maximum number of a namespace's waiting chunks; further misses are dropped, and counted again when they
+    recur."""
     queue_tokens_max: int = 4 << 20
-    """Maximum number of tokens of all waiting chunks."""
-    sighted_max: int = 100_000
-    """Maximum number of chunks whose misses are counted."""
+    """Maximum number of tokens of a namespace's waiting chunks."""
+    sighted_bytes_max: int = 64 << 20
+    """Memory for the counts of misses."""
     batch: int = 4
     """Chunks in one save. A request that arrives meanwhile may wait for them."""
     patience_s: float = 30.0
@@ -89,9 +91,10 @@ class FillQueue:
 
     def __init__(self, config: FillConfig | None = None) -> None:
         self.config = config or FillConfig()
-        self._sighted: OrderedDict[Address, _Sighted] = OrderedDict()
+        self.sighted: Held[ChunkKey, _Sighted] = Held(self.config.sighted_bytes_max)
         self._waiting: OrderedDict[Address, Miss] = OrderedDict()
-        self._waiting_tokens = 0
+        self._chunks = Allotment(self.config.queue_max)
+        self._tokens = Allotment(self.config.queue_tokens_max)
         self._running: set[Address] = set()
 
     def __len__(self) -> int:
@@ -116,11 +119,12 @@ class FillQueue:
             return MissDecision.GIVEN_UP
         if sighted.sights < self.config.sights:
             return MissDecision.COUNTED
-        full = len(self._waiting) >= self.config.queue_max
-        if full or self._waiting_tokens + len(tokens) > self.config.queue_tokens_max:
+        namespace = address[0]
+        if not (self._chunks.fits(namespace, 1) and self._tokens.fits(namespace, len(tokens))):
             return MissDecision.FULL
         self._waiting[address] = Miss(tokens, sighted.ttl_s, asked_at_s, now_s)
-        self._waiting_tokens += len(tokens)
+        self._chunks.add(namespace, 1)
+        self._tokens.add(namespace, len(tokens))
         return MissDecision.QUEUED
 
     def due_in_s(self, idle: bool, now_s: float) -> float | None:
@@ -143,14 +147,15 @@ class FillQueue:
 
     def _dequeue(self, address: Address) -> Miss:
         miss = self._waiting.pop(address)
-        self._waiting_tokens -= len(miss.tokens)
+        self._chunks.add(address[0], -1)
+        self._tokens.add(address[0], -len(miss.tokens))
         return miss
 
     def complete_chunk(self, address: Address, saved: bool) -> None:
         """End the fill of a chunk that was taken. A chunk that failed is tried again after further misses."""
         self._running.discard(address)
         if saved:
-            self._sighted.pop(address, None)
+            self.sighted.pop(*address)
             return
         sighted = self._remember(address)
         sighted.failures += 1
@@ -158,10 +163,8 @@ class FillQueue:
 
     def _remember(self, address: Address) -> _Sighted:
         """Return the chunk's counts, and make them the last to be forgotten."""
-        sighted = self._sighted.setdefault(address, _Sighted())
-        self._sighted.move_to_end(address)
-        if len(self._sighted) > self.config.sighted_max:
-            self._sighted.popitem(last=False)
+        sighted = self.sighted.get(*address, _Sighted())
+        self.sighted.put(*address, sighted)
         return sighted
 
     def drop_chunk(self, address: Address) -> None:
@@ -170,13 +173,13 @@ class FillQueue:
 
     def known(self) -> set[Address]:
         """Return the waiting chunks, and the chunks whose misses are counted."""
-        return {*self._waiting, *self._sighted}
+        return {*self._waiting, *self.sighted}
 
     def forget(self, address: Address) -> None:
         """Forget a chunk and its misses."""
         if address in self._waiting:
             self._dequeue(address)
-        self._sighted.pop(address, None)
+        self.sighted.pop(*address)
 
 
 class Filler:

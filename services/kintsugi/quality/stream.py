@@ -51,6 +51,7 @@ from kintsugi.core.evidence import (
     trip_limits,
 )
 from kintsugi.core.gate import CLOSED, LEARNING, UNMEASURED, GateState
+from kintsugi.core.held import ITEM_BYTES, Held
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.plan import Selection, make_trial
 from kintsugi.core.report import Allowance, Cell, Closing, ServedBlend, source_of
@@ -87,8 +88,8 @@ TRIP_PAIRS_MIN = 32
 """Minimum number of a namespace's own pairs whose losses set the limit of its trip test."""
 TRIP_STEP = 8
 """Pairs between two computations of that limit."""
-WATCHED_MAX = 1024
-"""Maximum number of namespaces whose trip tests are kept, the latest."""
+WATCHED_BYTES_MAX = 8 << 20
+"""Memory for the trip tests of namespaces."""
 AUDITS_WINDOW = 300
 """Number of the latest audits in which damaged chunks are counted: five hours at one a minute."""
 DAMAGED_MIN = 2
@@ -245,9 +246,8 @@ class Stream:
         self._pending: deque[_Pending] = deque()
         self._measured: OrderedDict[bytes, None] = OrderedDict()
         """Digests of the measured prompts, the latest last."""
-        self._watched: OrderedDict[tuple[str, int], _Watched] = OrderedDict()
-        """By source and number of closings, the latest last. Evidence from before a closing has no effect
-        after it."""
+        self.watched: Held[int, _Watched] = Held(WATCHED_BYTES_MAX)
+        """By source and number of closings: evidence from before a closing trips nothing after it."""
         self._audits: deque[tuple[ChunkKey, str] | None] = deque(maxlen=AUDITS_WINDOW)
         self._current: _Pending | None = None
         """The answer whose twins run."""
@@ -496,11 +496,9 @@ class Stream:
         return lowest[key]
 
     def _watched_of(self, source: str) -> _Watched:
-        key = source, self._keeper.report.epoch(source)
-        found = self._watched.setdefault(key, _Watched())
-        self._watched.move_to_end(key)
-        if len(self._watched) > WATCHED_MAX:
-            self._watched.popitem(last=False)
+        epoch = self._keeper.report.epoch(source)
+        found = self.watched.get(source, epoch, _Watched())
+        self.watched.put(source, epoch, found, ITEM_BYTES * len(found.limits))
         return found
 
     def _watch(self, served: ServedBlend) -> bool:

@@ -92,7 +92,7 @@ def test_a_fill_waits_until_nobody_does() -> None:
 def test_no_room_for_a_fill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = FillConfig(sights=1, failures_max=1)
     with running(Setup(gateway={"fill": fill})) as gateway, Client(gateway.address, NAMESPACE) as client:
-        monkeypatch.setattr(gateway.gateway._saver, "_waiting_tokens_max", 0)
+        monkeypatch.setattr(gateway.gateway._saver._waiting_tokens, "each", 0)
         client.generate(PASSAGES, QUESTION)
         assert gateway.eventually(lambda: counted(gateway, "fill_events_total", event="full") == 2)
         monkeypatch.undo()

@@ -165,8 +165,15 @@ def test_misses_are_handed_on_behind_the_last_event(monkeypatch: pytest.MonkeyPa
         await asyncio.gather(*answering._follow_ups)
         filler.suspect.assert_called_once_with("tenant", [CHUNK], None)
         monkeypatch.setattr(answers, "FOLLOW_UPS_MAX", 1)
+        is_free = asyncio.Event()
+
+        async def wait(*given: Any) -> None:
+            await is_free.wait()
+
+        filler.suspect.side_effect = wait
         for _ in range(3):
             await collected(ScriptedAsk(["a", {"chunks_missed": 1}]), answering)
+        is_free.set()
         await asyncio.gather(*answering._follow_ups)
         assert filler.suspect.call_count < 4
         await answering.close()

@@ -4,10 +4,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kintsugi.core.held import ITEM_BYTES, NAMESPACE_BYTES
 from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.fill import Address, FillConfig, FillQueue, MissDecision
 
 TOKENS = TokenIds.of([1, 2])
+
+
+def room_for(items: int) -> int:
+    """Memory of which one namespace may hold this many items."""
+    return 2 * (NAMESPACE_BYTES + len("tenant") + items * ITEM_BYTES)
 
 
 def address(number: int, namespace: str = "tenant") -> Address:
@@ -31,13 +37,13 @@ def test_the_second_miss_is_worth_a_fill() -> None:
 
 
 def test_a_chunk_that_failed_counts_towards_the_bound_of_what_is_remembered() -> None:
-    queue = FillQueue(FillConfig(sights=1, sighted_max=2))
+    queue = FillQueue(FillConfig(sights=1, sighted_bytes_max=room_for(2)))
     queue.record_miss(address(1), TokenIds(), 0.0)
     ((taken, _),) = queue.take()
     for number in (2, 3):
         queue.record_miss(address(number), TokenIds(), 0.0)
     queue.complete_chunk(taken, saved=False)
-    assert set(queue._sighted) == {address(3), address(1)}
+    assert set(queue.sighted) == {address(3), address(1)}
 
 
 def test_the_first_is_where_that_is_wanted() -> None:
@@ -106,7 +112,7 @@ def test_what_found_no_room_has_not_failed() -> None:
 
 
 def test_the_oldest_counts_are_forgotten_first() -> None:
-    queue = FillQueue(FillConfig(sighted_max=2))
+    queue = FillQueue(FillConfig(sighted_bytes_max=room_for(2)))
     for number in range(3):
         queue.record_miss(address(number), TokenIds(), 0.0)
     assert queue.record_miss(address(0), TokenIds(), 0.0) is MissDecision.COUNTED
@@ -117,7 +123,9 @@ class Filling(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FillQueue(FillConfig(sights=2, queue_max=3, sighted_max=5, batch=2, failures_max=2))
+        self.queue = FillQueue(
+            FillConfig(sights=2, queue_max=3, sighted_bytes_max=room_for(5), batch=2, failures_max=2)
+        )
         self.running: list[Address] = []
         self.misses: dict[Address, int] = {}
 
@@ -152,8 +160,8 @@ class Filling(RuleBasedStateMachine):
 
     @invariant()
     def bounded(self) -> None:
-        assert len(self.queue) <= 3
-        assert len(self.queue._sighted) <= 5
+        assert len(self.queue) <= 2 * 3, "three of each namespace"
+        assert self.queue.sighted.num_bytes <= room_for(5)
         assert (self.queue.due_in_s(True, 0.0) is None) == (len(self.queue) == 0)
 
 

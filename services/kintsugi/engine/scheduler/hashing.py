@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import blake3
 
 from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.core.held import Held
 from kintsugi.core.namespaces import enclosing
 from kintsugi.store.protocol.interface import ChunkStore
 from kintsugi.store.protocol.save_times import SaveTimes
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 SEPARATOR = "\0\0"
 """A separator that occurs in no namespace, and in no salt of an erased namespace."""
+SALTS_BYTES_MAX = 16 << 20
+"""Memory for the salts of erased namespaces."""
 PERIOD_S = 1.0
 """Period at which the store's erasures are read."""
 
@@ -139,10 +142,13 @@ class Salts:
         self.times = SaveTimes()
         """Times at which passages of requests count as seen, for their saves."""
         self._cursor: str | None = None
-        self._erased: dict[str, int] = {}
-        """Number of erasures in each namespace since this engine started."""
-        self._erased_whole: dict[str, int] = {}
-        """Number of erasures of each whole namespace; each of them also covers the namespace's parts."""
+        self.erased: Held[bool, int] = Held(SALTS_BYTES_MAX, self._forget)
+        """Numbers of the last erasure in each namespace (False), and of the whole namespace, which includes
+        its parts (True)."""
+        self._forgotten = 0
+        """The highest number that was dropped. It stands for the erasures of namespaces without one: their
+        blocks are named anew, which costs a prefill and finds no erased block."""
+        self._last = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kintsugi-salts", daemon=True)
 
@@ -158,18 +164,19 @@ class Salts:
 
     def of(self, namespace: str, shared: str = "") -> str:
         """Return the current salt of the namespace's requests, which may also use chunks of ``shared``."""
-        times, theirs = self._count_erased(namespace), self._count_erased(shared)
+        times, theirs = self._last_erased(namespace), self._last_erased(shared) if shared else 0
         if theirs:
             return f"{namespace}\0{times}\0{shared}\0{theirs}"
         return f"{namespace}\0{times}" if times else namespace
 
-    def _count_erased(self, namespace: str) -> int:
-        """Return the number of erasures that concern blocks of the namespace. Requests of a part load no
-        chunks of the enclosing namespaces, so erasures of single chunks there do not count."""
-        if not self._erased:
-            return 0
-        around = (name for name in enclosing(namespace) if name != namespace)
-        return self._erased.get(namespace, 0) + sum(self._erased_whole.get(name, 0) for name in around)
+    def _last_erased(self, namespace: str) -> int:
+        """Return the number of the last erasure that concerns blocks of the namespace. Requests of a part
+        load no chunks of the enclosing namespaces, so erasures of single chunks there do not count."""
+        whole = (self.erased.get(name, True, 0) for name in enclosing(namespace))
+        return max(self.erased.get(namespace, False, 0), *whole, self._forgotten)
+
+    def _forget(self, number: int) -> None:
+        self._forgotten = max(self._forgotten, number)
 
     def apply(self, request: Request, namespace: str, shared: str = "", replaces_own: bool = False) -> None:
         """Give a new request its namespace's salt if an erasure changed it. A request with its own salt keeps
@@ -201,10 +208,9 @@ class Salts:
             page = self._store.erasures(self._cursor or "")
             for erasure in page.erasures:
                 self.times.note(erasure.namespace, erasure.at_s)
-            for namespace in {erasure.namespace for erasure in page.erasures}:
-                self._erased[namespace] = self._erased.get(namespace, 0) + 1
-            for namespace in {erasure.namespace for erasure in page.erasures if erasure.key is None}:
-                self._erased_whole[namespace] = self._erased_whole.get(namespace, 0) + 1
+            for namespace, is_whole in sorted({(one.namespace, one.key is None) for one in page.erasures}):
+                self._last += 1
+                self.erased.put(namespace, is_whole, self._last)
             has_more = bool(page.erasures) and page.cursor != self._cursor
             self._cursor = page.cursor
             if not has_more:

@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from kintsugi.core.errors import Corrupted, KintsugiError
+from kintsugi.core.held import Held
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ID_BYTES, ChunkKey, TokenIds
 from kintsugi.gateway.texts.known_texts import WINDOW_CHARS, ChunkText, TextIndex, disjoint, window_hashes
@@ -38,8 +39,8 @@ CHUNKS_MAX = 200_000
 512 tokens: on disk, or in memory without a folder."""
 TOKENS_MAX = 128 << 20
 """Maximum number of tokens of all chunks together, 512 MiB."""
-RECENT_MAX = 10_000
-"""Number of chunks whose time of the last `remember` is kept. Erasures are followed within seconds."""
+RECENT_BYTES_MAX = 8 << 20
+"""Memory for the times at which chunks were last remembered. Erasures are followed within seconds."""
 TOUCHED_MAX = 10_000
 """Maximum number of uses that wait for the next write; further ones replace the oldest."""
 
@@ -293,7 +294,7 @@ class KnownChunks:
         """Number of chunks with a text: a text has another key for each model."""
         self._touched: OrderedDict[Address, None] = OrderedDict()
         """Chunks used since the last write, the oldest use first."""
-        self._recent: OrderedDict[Address, float] = OrderedDict()
+        self.recent: Held[ChunkKey, float] = Held(RECENT_BYTES_MAX)
         """Time of each chunk's last `remember`, the latest last: an erasure spares chunks remembered after
         it."""
         self._table = ChunkTable(folder, chunks_max, tokens_max)
@@ -326,10 +327,7 @@ class KnownChunks:
         """Remember a chunk, and the text that tokenises to it if there is one. A later text replaces it."""
         address, known = (namespace, key), None if text is None else ChunkText.of(text)
         with self._lock:
-            self._recent[address] = time.time()
-            self._recent.move_to_end(address)
-            if len(self._recent) > RECENT_MAX:
-                self._recent.popitem(last=False)
+            self.recent.put(*address, time.time())
         before = self._get(address)
         if before is not None and known in (None, before.text):
             self._touch(address)
@@ -371,11 +369,7 @@ class KnownChunks:
     def _erase(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> int:
         with self._writing:
             with self._lock:
-                spared = {
-                    key
-                    for (name, key), at_s in self._recent.items()
-                    if name == namespace and at_s > asked_at_s
-                }
+                spared = {key for key, at_s in self.recent.items(namespace) if at_s > asked_at_s}
                 for address in [one for one in self._touched if one[0] == namespace]:
                     del self._touched[address]
             before = len(self)

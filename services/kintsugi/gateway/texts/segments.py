@@ -7,7 +7,6 @@ does. The ids are cached, because tokenising 3,000 tokens takes milliseconds and
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -16,9 +15,10 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, NotFound
+from kintsugi.core.held import Held
 from kintsugi.core.layout import TOKENS_MAX
 from kintsugi.core.namespaces import NO_PRIVACY, NamespacePrivacy, is_within
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
+from kintsugi.core.spaces import ID_BYTES, ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.documents import DocumentIndex, DocumentRef, KnownChunk
 
@@ -37,13 +37,12 @@ context."""
 TOGETHER_TOKENS_MAX = 8 << 20
 """Maximum number of tokens in the segments of a request that is not a prompt. A key of 64 characters can name
 a chunk of `TOKENS_MAX` tokens."""
-CACHED_TOKENS_MAX = 8 << 20
-"""Maximum number of tokens of cached texts, 32 MiB."""
+CACHED_BYTES_MAX = 48 << 20
+"""Memory for cached texts, as tokens."""
 
 Tokenize = Callable[[str], Sequence[int]]
-_Address = tuple[str, bytes, bytes, int]
-"""Namespace, digest of the chunk space, digest of the text, and the number that divides the chunk's
-length."""
+_TextName = tuple[bytes, bytes, int]
+"""Digest of the chunk space, digest of the text, and the number that divides the chunk's length."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,8 @@ class SegmentResolver:
         self._long = asyncio.Semaphore(1)
         self._known = known
         self._documents = documents
-        self._pieces: OrderedDict[_Address, ResolvedSegment] = OrderedDict()
-        """Cache of tokenised texts; the least recently used is first."""
-        self._cached_tokens = 0
+        self.cached: Held[_TextName, ResolvedSegment] = Held(CACHED_BYTES_MAX)
+        """Tokenised texts."""
 
     async def prompt(
         self,
@@ -156,10 +154,11 @@ class SegmentResolver:
             if segment.plain or not piece.is_chunk or (segment.token_ids is None and segment.text is None):
                 continue
             if segment.text is not None:
-                address = _address(space, segment.text, multiple)
-                if address in self._pieces and self._known.token_ids(space.namespace, piece.key) is not None:
+                name = _name_of(space, segment.text, multiple)
+                is_known = self._known.token_ids(space.namespace, piece.key) is not None
+                if is_known and self.cached.get(space.namespace, name) is not None:
                     continue
-                self._keep(address, piece)
+                self._keep(space.namespace, name, piece)
             new.append((piece, segment.text))
 
         def remember() -> None:
@@ -171,14 +170,15 @@ class SegmentResolver:
 
     def forget(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
         """Remove cached texts of chunks; None: all of the namespace and its parts."""
-        gone = [
-            address
-            for address, piece in self._pieces.items()
-            if (is_within(address[0], namespace) if keys is None else address[0] == namespace)
-            and (keys is None or piece.key in keys)
+        names = [
+            name
+            for name in self.cached.bytes_by_namespace
+            if (is_within(name, namespace) if keys is None else name == namespace)
         ]
-        for address in gone:
-            self._cached_tokens -= _count_held(self._pieces.pop(address))
+        for name in names:
+            for text, piece in self.cached.items(name):
+                if keys is None or piece.key in keys:
+                    self.cached.pop(name, text)
 
     async def pieces(
         self,
@@ -243,10 +243,10 @@ class SegmentResolver:
     async def _of_text(
         self, space: ChunkSpace, text: str, name: str, inline: bool, multiple: int
     ) -> ResolvedSegment:
-        address = _address(space, text, multiple)
-        piece = self._pieces.get(address)
+        text_name = _name_of(space, text, multiple)
+        piece = self.cached.get(space.namespace, text_name)
         if piece is not None:
-            self._pieces.move_to_end(address)
+            self._keep(space.namespace, text_name, piece)
             return piece
         if inline:
             token_ids = TokenIds.of(self._tokenize(text))
@@ -260,13 +260,8 @@ class SegmentResolver:
             raise InvalidField(name, "has no tokens; leave it out or give it a text")
         return _cut_chunk(space, token_ids, multiple)
 
-    def _keep(self, address: _Address, piece: ResolvedSegment) -> None:
-        before = self._pieces.pop(address, None)
-        self._cached_tokens += _count_held(piece) - (_count_held(before) if before else 0)
-        self._pieces[address] = piece
-        while self._cached_tokens > CACHED_TOKENS_MAX:
-            _, oldest = self._pieces.popitem(last=False)
-            self._cached_tokens -= _count_held(oldest)
+    def _keep(self, namespace: str, name: _TextName, piece: ResolvedSegment) -> None:
+        self.cached.put(namespace, name, piece, ID_BYTES * (piece.num_tokens + len(piece.tail)))
 
     def _of_key(
         self, space: ChunkSpace, shared: ChunkSpace | None, key: ChunkKey, name: str
@@ -313,13 +308,9 @@ class SegmentResolver:
         return pieces
 
 
-def _count_held(piece: ResolvedSegment) -> int:
-    return piece.num_tokens + len(piece.tail)
-
-
-def _address(space: ChunkSpace, text: str, multiple: int) -> _Address:
+def _name_of(space: ChunkSpace, text: str, multiple: int) -> _TextName:
     digest = xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
-    return space.namespace, space.digest, digest, multiple
+    return space.digest, digest, multiple
 
 
 def _cut_chunk(space: ChunkSpace, token_ids: TokenIds, multiple: int) -> ResolvedSegment:

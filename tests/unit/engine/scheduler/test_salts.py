@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
+from kintsugi.core.held import ITEM_BYTES, NAMESPACE_BYTES
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.engine.scheduler.hashing import Salts
+from kintsugi.engine.scheduler.hashing import Salts, split_salt
 from kintsugi.store.client.ram import RamStore
 
 PART, SESSION = "docs/-/acme", "docs/-/acme/.5f"
@@ -42,3 +43,21 @@ def test_a_namespace_that_is_erased_takes_its_parts_blocks_with_it() -> None:
             seen[name].add(salts.of(name))
             assert len(seen[name]) == count, "a salt never comes back"
     assert salts.of("docs-of-others") == "docs-of-others"
+
+
+def test_erasures_of_ever_new_namespaces_take_bounded_memory_and_bring_no_salt_back() -> None:
+    store = RamStore()
+    salts = followed(store)
+    salts.erased.bytes_max = 20 * (ITEM_BYTES + NAMESPACE_BYTES)
+    seen: dict[str, list[str]] = {}
+    for number in range(200):
+        names = ("docs", f"new-{number}", f"new-{number // 2}")
+        for name in names:
+            seen.setdefault(name, []).append(salts.of(name))
+        for name in (names[1], *(["docs"] if number % 50 == 0 else [])):
+            store.erase(name, None, time.time())
+            salts.refresh()
+            assert salts.of(name) not in seen[name], "a salt from before an erasure never comes back"
+        assert salts.erased.num_bytes <= salts.erased.bytes_max
+    assert split_salt(salts.of("docs")) == (salts.of("docs"), "")
+    assert salts.of("docs", "shared") != salts.of("docs"), "the shared namespace's erasures were forgotten"
