@@ -28,6 +28,7 @@ from benchmarks.support.trust import (
     erasure,
     flips,
     fuzz,
+    held,
     index,
     inputs,
     kill9,
@@ -49,6 +50,7 @@ SECTIONS: sections.Sections = {
     "encryption": encryption.measure,
     "fuzz": fuzz.measure,
     "inputs": inputs.measure,
+    "held": held.measure,
     "index": index.measure,
     "pieces": pieces.measure,
 }
