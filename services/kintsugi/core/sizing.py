@@ -19,9 +19,6 @@ from kintsugi.core.layout import Codec, KVLayout, LayerGroup, Part, PartKind
 GIB = 1 << 30
 SLAB_FILL_MAX = 0.9
 """Usable share of an SSD tier. Above it, the allocator fragments and eviction never stops."""
-INDEX_BYTES = 1 << 30
-INDEX_SHARE = 1 / 1024
-"""Memory that a shard's entries of chunks may take: `INDEX_BYTES`, and this share of its tiers."""
 HOT_SHARE = 0.1
 """Share of the corpus that RAM holds."""
 COST = 0.2
@@ -43,16 +40,12 @@ RAM_HEAP_SHARE = 0.1
 chunks of single tokens."""
 LOWER_HEAP_SHARE = 0.005
 """The same per byte of SSD tiers and bucket, whose manifests are in memory, too."""
+MANIFESTS_BYTES_MIN = 256 << 20
+"""Memory that a shard with small tiers may use for manifests, out of `SHARD_GIB`."""
 UPLOADS_GIB = 0.25
 """Chunks that wait for their upload to a bucket."""
 ENGINE_DTYPES = {"float32": "bfloat16"}
 """The dtype that vLLM uses with `auto`, by a checkpoint's dtype."""
-
-
-def index_bytes(capacity_bytes: int) -> int:
-    """Return the memory that the entries of a shard's chunks may take, beside its RAM tier. The tiers hold
-    `capacity_bytes` in all."""
-    return INDEX_BYTES + int(INDEX_SHARE * capacity_bytes)
 
 
 @dataclass(frozen=True)
@@ -183,6 +176,12 @@ def codec_size(layout: KVLayout, codec: Codec, work: SizingWorkload) -> CodecSiz
         ssd_bytes=round(corpus_bytes / SLAB_FILL_MAX),
         prompt_bytes=chunk_bytes * work.chunks_per_prompt,
     )
+
+
+def manifests_bytes_max(ram_bytes: float, lower_bytes: float) -> int:
+    """Return the memory that a shard may use for the manifests of its chunks. ``lower_bytes``: size of the
+    SSD tiers and the bucket."""
+    return max(MANIFESTS_BYTES_MIN, int(ram_bytes * RAM_HEAP_SHARE + lower_bytes * LOWER_HEAP_SHARE))
 
 
 def shard_memory_gib(ram_gib: float, lower_gib: float = 0.0, has_bucket: bool = False) -> float:

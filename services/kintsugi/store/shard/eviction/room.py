@@ -16,7 +16,7 @@ from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.held import Held
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
-from kintsugi.core.sizing import index_bytes
+from kintsugi.core.sizing import manifests_bytes_max
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.wire import memory_bytes
 from kintsugi.store.shard.entry import (
@@ -395,8 +395,9 @@ class Room:
         transitions: Transitions,
     ) -> None:
         self._slowest_first: tuple[CopyTier, ...] = (*reversed(shares.lower), ram)
-        self.index_bytes_max = index_bytes(sum(tier.capacity_bytes for tier in self._slowest_first))
-        """Bytes of memory that the entries of all chunks may take."""
+        lower_bytes = sum(tier.capacity_bytes for tier in shares.lower)
+        self.index_bytes_max = manifests_bytes_max(ram.capacity_bytes, lower_bytes)
+        """Memory for the entries of all chunks."""
         self._index = index
         self._ram = ram
         self._queues = queues
@@ -509,7 +510,7 @@ class Room:
     def refusal(self, manifest: ChunkManifest) -> NoRoomYet:
         """The error for a put that found no room in time."""
         return NoRoomYet(
-            f"{frames_bytes(manifest)} bytes do not fit beside chunks that are pinned, being read or "
-            f"waiting for the disk ({self._ram.allocator.free_bytes} of {self._ram.capacity_bytes} bytes of RAM are "
+            f"{frames_bytes(manifest)} bytes do not fit beside chunks that are pinned, being read or waiting "
+            f"for the disk ({self._ram.allocator.free_bytes} of {self._ram.capacity_bytes} bytes of RAM are "
             "free), or into what the namespace may use; try again later"
         )
