@@ -16,7 +16,8 @@ NOBODY = {
     "AccessDocument.limits", "AccessDocument.privacy", "AsyncSpec.extra_config", "AsyncSpec.vllm_args",
     "EngineConfig.context_token_ids", "MeasuringEngineSpec.extra_config", "MeasuringEngineSpec.vllm_args",
     "RotationFinder._tables", "Projected.sources", "LoadedWeights._looks", "Shard._writers",
-    # By shard, tier or kind of fault.
+    # By shard, tier, part of the service or kind of fault.
+    "LostParts._losses", "LostParts._seen",
     "Erasures._acknowledged", "Erasures._peers", "Erasures._tiers", "Membership._left", "Membership._members",
     "ObjectTier.faults", "Promoter.faults", "Replicator._peers", "ReportKeeper._seen", "Sent._report",
     "ShardedStore._shards",
