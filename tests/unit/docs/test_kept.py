@@ -17,7 +17,7 @@ NOBODY = {
     "EngineConfig.context_token_ids", "MeasuringEngineSpec.extra_config", "MeasuringEngineSpec.vllm_args",
     "RotationFinder._tables", "Projected.sources", "LoadedWeights._looks", "Shard._writers",
     # By shard, tier, part of the service or kind of fault.
-    "LostParts._losses", "LostParts._seen",
+    "LostParts._losses", "LostParts._seen", "Learning._measured_s",
     "Erasures._acknowledged", "Erasures._peers", "Erasures._tiers", "Membership._left", "Membership._members",
     "ObjectTier.faults", "Promoter.faults", "Replicator._peers", "ReportKeeper._seen", "Sent._report",
     "ShardedStore._shards",
