@@ -12,7 +12,7 @@ pytestmark = pytest.mark.simulation
 
 SEEDS = 1000
 QUICK = range(100)
-PART = 25
+PART = 10
 """Histories in one test."""
 
 
