@@ -32,6 +32,7 @@ from kintsugi.core.evidence import Quality
 from kintsugi.core.gate import GateState
 from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.plan import Selection
+from kintsugi.core.report import ServedBlend
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.engine.auditing import StoredCopy, find_stored_copies
@@ -153,7 +154,7 @@ class LocalTwins:
     async def delete(self, space: ChunkSpace, key: ChunkKey) -> None:
         self._store.delete(space.namespace, [key])
 
-    async def exchange(self, keeper: ReportKeeper) -> list[tuple[str, float, float]]:
+    async def exchange(self, keeper: ReportKeeper) -> list[ServedBlend]:
         return []
 
 

@@ -169,7 +169,7 @@ def measure_delay(setup: LiveSetup) -> list[Figure]:
 
 
 def _progress(server: Server) -> dict[str, Any]:
-    described = httpx.get(server.details["http"] + SERVICE_PATH).raise_for_status().json()
+    described = httpx.get(server.details["http"] + SERVICE_PATH, timeout=60.0).raise_for_status().json()
     progress: dict[str, Any] = described["engines"]["progress"]
     return progress
 
@@ -197,7 +197,7 @@ def _ask(setup: LiveSetup, client: Client, questions: list[Question], server: Se
             if plain_s is not None:
                 full_s.append(plain_s)
                 blend_s.append(ttft_s)
-        if decided_s is None and TOO_MUCH in _progress(server)["detail"] and first_s is not None:
+        if first_s and decided_s is None and TOO_MUCH in _progress(server)["detail"]:
             decided_s = time.monotonic() - started_s
         if asked % 5 == 0:
             outcome = accounting.get("reason") or accounting.get("outcome")

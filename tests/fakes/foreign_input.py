@@ -85,50 +85,81 @@ def fields_of_a_service() -> Iterator[list[Field]]:
             service.run(server.stop(0.0))
 
 
+Give = Callable[[Any], Any]
+"""Sends a value in one field, all others being valid."""
+SDK_CALLS: Mapping[str, Mapping[str, Any]] = {
+    "put_chunks": {"chunks": ["a b"], "wait": True, "ttl_s": 9.0, "timeout_s": TIMEOUT_S},
+    "prefetch": {"segments": ["a b"]},
+    "tokenize": {"texts": ["a b"]},
+    "get_chunk": {"key": "ab" * 32},
+    "delete_chunk": {"key": "ab" * 32},
+    "delete_document": {"corpus": "c", "document_id": "d", "timeout_s": TIMEOUT_S},
+    "erase_namespace": {"timeout_s": TIMEOUT_S},
+    "generate": {
+        "segments": ["a b"],
+        "question": "why?",
+        "max_tokens": 1,
+        "sampling": Sampling(),
+        "ratio": 0.5,
+        "selector": "query",
+        "explain": True,
+        "no_blend": True,
+        "priority": 0,
+        "model": "stub",
+        "ttl_s": 9.0,
+        "timeout_s": TIMEOUT_S,
+    },
+}
+"""Valid arguments of the SDK's methods."""
+
+
+def _calling(client: Client, call: str, arguments: Mapping[str, Any], name: str) -> Give:
+    return lambda value: getattr(client, call)(**{**arguments, name: value})
+
+
+def _sampling(client: Client, name: str) -> Give:
+    return lambda value: client.generate(["a b"], "why?", sampling=Sampling(**{name: value}))
+
+
+def _generating(client: Client, make: Give) -> Give:
+    return lambda value: client.generate(["a b", make(value)], "why?", max_tokens=1)
+
+
+def _prefetching(client: Client, make: Give) -> Give:
+    return lambda value: client.prefetch([make(value)])
+
+
+def _opening(address: str, name: str) -> Give:
+    return lambda value: _ask_once(address, options=ClientOptions(**{name: value}))
+
+
+def _sending(channel: grpc.Channel, method: str, path: tuple[FieldDescriptor, ...]) -> Give:
+    return lambda value: _send(channel, method, path, value)
+
+
+def _posting(client: httpx.Client, path: str, body: Any, at: tuple[Any, ...]) -> Give:
+    return lambda value: _post(client, path, body, at, value)
+
+
 def sdk_fields(client: Client, address: str) -> Iterator[Field]:
     """Every argument of the SDK's methods, and every field of their arguments' types."""
 
-    def field(name: str, give: Callable[[Any], Any], *roots: str) -> Field:
+    def field(name: str, give: Give, *roots: str) -> Field:
         return Field(f"sdk {name}", roots or (name.rsplit(" ", 1)[-1],), give)
 
-    calls: Mapping[str, Mapping[str, Any]] = {
-        "put_chunks": {"chunks": ["a b"], "wait": True, "ttl_s": 9.0, "timeout_s": TIMEOUT_S},
-        "prefetch": {"segments": ["a b"]},
-        "tokenize": {"texts": ["a b"]},
-        "get_chunk": {"key": "ab" * 32},
-        "delete_chunk": {"key": "ab" * 32},
-        "delete_document": {"corpus": "c", "document_id": "d", "timeout_s": TIMEOUT_S},
-        "erase_namespace": {"timeout_s": TIMEOUT_S},
-        "generate": {
-            "segments": ["a b"],
-            "question": "why?",
-            "max_tokens": 1,
-            "sampling": Sampling(),
-            "ratio": 0.5,
-            "selector": "query",
-            "explain": True,
-            "no_blend": True,
-            "priority": 0,
-            "model": "stub",
-            "ttl_s": 9.0,
-            "timeout_s": TIMEOUT_S,
-        },
-    }
-    for call, arguments in calls.items():
+    for call, arguments in SDK_CALLS.items():
         for name in arguments:
             # An answer's length is the question of the whole prompt.
             roots = (name, "sampling") if name == "max_tokens" else (name,)
             yield field(
                 f"{call} {name}",
-                lambda value, call=call, arguments=arguments, name=name: getattr(client, call)(
-                    **{**arguments, name: value}
-                ),
+                _calling(client, call, arguments, name),
                 *roots,
             )
     for one in dataclasses.fields(Sampling):
         yield field(
             f"generate sampling.{one.name}",
-            lambda value, name=one.name: client.generate(["a b"], "why?", sampling=Sampling(**{name: value})),
+            _sampling(client, one.name),
             "sampling",
         )
     segments: Mapping[str, Callable[[Any], Any]] = {
@@ -143,10 +174,10 @@ def sdk_fields(client: Client, address: str) -> Iterator[Field]:
     for name, make in segments.items():
         yield field(
             f"generate {name}",
-            lambda value, make=make: client.generate(["a b", make(value)], "why?", max_tokens=1),
+            _generating(client, make),
             "segments",
         )
-        yield field(f"prefetch {name}", lambda value, make=make: client.prefetch([make(value)]), "segments")
+        yield field(f"prefetch {name}", _prefetching(client, make), "segments")
     yield field("put_chunks chunks[1]", lambda value: client.put_chunks(["a b", value]), "chunks")
     yield field("put_chunks Tokens.ids", lambda value: client.put_chunks([Tokens(value)]), "chunks")
     yield field("generate option", lambda value: client.generate(["a"], "why?", optoin=value), "optoin")  # type: ignore[call-arg]
@@ -159,7 +190,7 @@ def sdk_fields(client: Client, address: str) -> Iterator[Field]:
     for one in dataclasses.fields(ClientOptions):
         yield field(
             f"ClientOptions {one.name}",
-            lambda value, name=one.name: _ask_once(address, options=ClientOptions(**{name: value})),
+            _opening(address, one.name),
             one.name,
             *(("tls_cert", "tls_key") if one.name in ("tls_cert", "tls_key") else ()),
         )
@@ -209,7 +240,7 @@ def grpc_fields(channel: grpc.Channel) -> Iterator[Field]:
             yield Field(
                 f"grpc {method} {'.'.join(names)}",
                 (names[0], "request"),
-                lambda value, method=method, path=path: _send(channel, method, path, value),
+                _sending(channel, method, path),
             )
 
 
@@ -290,7 +321,7 @@ def http_fields(client: httpx.Client) -> Iterator[Field]:
                 f"http {path} {'.'.join(map(str, at))}",
                 # How many answers are asked for is a question of two fields.
                 (str(at[0]), *(["n", "prompt"] if at[0] in ("n", "prompt") else []), "body"),
-                lambda value, path=path, body=body, at=at: _post(client, path.strip(), body, at, value),
+                _posting(client, path.strip(), body, at),
             )
 
 

@@ -23,7 +23,7 @@ from kintsugi.store.shard.eviction.room import Counters
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi_operator.controller.metrics import OperatorMetrics
 
-_OPEN = GateProgress("open", "", 40, 9, 0.5, 0.001, 0.01, 0.1, 0.2, 0.125)
+_OPEN = GateProgress("open", "", 40, 9, 3, 0.5, 0.001, 0.01, 0.1, 0.2, 0.125)
 """GateProgress with a value for every metric."""
 
 REPOSITORY = Path(__file__).parents[3]

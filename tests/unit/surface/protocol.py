@@ -19,10 +19,11 @@ from starlette.routing import Route
 
 import kintsugi.rpc
 from kintsugi.core.accounting import Accounting, LayerTiming, Outcome
+from kintsugi.core.namespaces import NAMESPACE_HEADER
 from kintsugi.core.request import PARAMS_KEY, PARAMS_VERSION, KintsugiParams, Op, SelectorName
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.local import FORCED_KEY
-from kintsugi.gateway.fronts.http import NAMESPACE_HEADER, HttpFront
+from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_request import DOCUMENT_TEXT_KEYS
 from kintsugi.sdk.transport import SERVICE as GATEWAY_SERVICE
 from kintsugi.store.client.directory import DIRECTORY_SERVICE

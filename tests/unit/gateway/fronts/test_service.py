@@ -90,7 +90,10 @@ def test_what_concerns_every_tenant_is_for_admins_once_verbs_are_named(token: st
 
 
 def test_a_request_that_vllm_refuses_is_no_answer() -> None:
-    refusal = [OpenAIHead(400, "application/json"), b'{"error": {"message": "too long"}}']
+    refusal: list[OpenAIHead | bytes | Exception | float] = [
+        OpenAIHead(400, "application/json"),
+        b'{"error": {"message": "too long"}}',
+    ]
 
     async def body() -> None:
         gateway = gateway_over(ScriptedBackend(lambda call: refusal))
