@@ -23,8 +23,7 @@ from benchmarks.support.engines import say
 from benchmarks.support.figures import RESULTS
 from benchmarks.support.musique import MUSIQUE
 from kintsugi.core.evidence import POSITIONS_MAX
-from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName, Selection
 from kintsugi.core.report import LADDER, describe_selection
 from kintsugi.core.schema import STRICT, load
 from kintsugi.models.bundled import bundled_checkpoint

@@ -12,8 +12,7 @@ from benchmarks.support.family import NOTHING, compare, divergences, pick_each, 
 from benchmarks.support.quality_curve import exact, exact_mean
 from benchmarks.testbed.generator import Shape
 from benchmarks.testbed.recipes import RECIPES, Stage
-from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import RagPrompt
+from kintsugi.core.plan import RagPrompt, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.quality.measure import Case, CaseAnswer, Scores
 from kintsugi.quality.questions import Question

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.support import grid
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.plan import PromptChunk, RagPrompt
 from kintsugi.core.request import SelectorName
 from kintsugi.quality.measure import Case
 from kintsugi.quality.questions import Question

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from benchmarks.support.scores import join_scores, ratio_bootstrap
-from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.plan import PromptChunk, RagPrompt, Selection
 from kintsugi.quality.measure import Case, CaseAnswer, Scores
 from kintsugi.quality.metrics import Interval
 from kintsugi.quality.questions import Question

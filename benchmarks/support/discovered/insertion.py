@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.support.figures import Figure
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 from kintsugi.core.spaces import TokenIds
 from kintsugi.discovery.segments import find_segments
 from kintsugi.discovery.token_classes import TokenClasses

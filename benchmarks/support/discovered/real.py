@@ -29,8 +29,7 @@ from benchmarks.support.real.corpus import read_corpus
 from benchmarks.support.real.engine import MODEL_TOKENS_MAX
 from benchmarks.support.real.speed import expert_of
 from benchmarks.support.servers import Setting, our_server, plain_server
-from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import REFERENCE, resolve_model

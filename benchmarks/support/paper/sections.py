@@ -17,8 +17,7 @@ from benchmarks.support.figures import Figure
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.paper import forms
 from benchmarks.support.real.corpus import drop_overlapping
-from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.models.prompt_form import PromptForm, load_form

@@ -17,8 +17,7 @@ from benchmarks.support.real.records import Records
 from benchmarks.support.real.rows import OPEN, Item
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.plan import PromptChunk, RagPrompt, Selection
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import FORCING, Generation, LocalEngine, Prompt
 from kintsugi.models.context import NONE

@@ -50,7 +50,7 @@ from benchmarks.support.real.rows import (
 )
 from benchmarks.support.real.speed import measure_ttft
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 from kintsugi.fusor.control.cost import PassWorkload
 from kintsugi.models.context import BUNDLED, NONE, tokenize_context
 from kintsugi.models.prompt_form import PromptForm, load_form

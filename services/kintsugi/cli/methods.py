@@ -9,8 +9,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import Outcome
-from kintsugi.core.plan import Selection, make_trial
-from kintsugi.core.prompt import RagPrompt
+from kintsugi.core.plan import RagPrompt, Selection, make_trial
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, Prompt
 

@@ -11,7 +11,7 @@ import typer
 
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.evidence import Quality
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 from kintsugi.models.bundled import BUNDLED_NAME
 from kintsugi.models.context import NONE
 from kintsugi.models.reference import REFERENCE

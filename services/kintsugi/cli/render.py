@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kintsugi.cli.methods import Measurement, Method
 from kintsugi.core.accounting import Outcome
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 
 ABOUT: Mapping[Method, str] = {
     Method.FULL: "computes the whole prompt",

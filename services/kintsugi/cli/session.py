@@ -12,7 +12,7 @@ from kintsugi.cli.models import prepare_model
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt, end_line
+from kintsugi.core.plan import FormName, PromptChunk, RagPrompt, end_line
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.models.prompt_form import PromptForm, load_form

@@ -159,7 +159,7 @@ class EngineInfo:
     tokenizer: str = ""
     """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: not checked."""
     form: str = ""
-    """Name of the form that prompts are written in (`core.prompt.FormName`); empty: not known."""
+    """Name of the form that prompts are written in (`core.plan.FormName`); empty: not known."""
     question_foot: str = ""
     """Text that the form writes after a text question."""
     context_token_ids: tuple[int, ...] = ()

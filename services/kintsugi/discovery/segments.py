@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.plan import PromptChunk, RagPrompt
 from kintsugi.core.spaces import Span, TokenIds
 from kintsugi.discovery.token_classes import TokenClasses
 

@@ -35,7 +35,7 @@ from kintsugi.core.exchange import (
     Usage,
 )
 from kintsugi.core.gate import GateProgress, GateState, summarize, widest
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 from kintsugi.core.report import Allowance, Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, check_foreign
 from kintsugi.core.schema import load

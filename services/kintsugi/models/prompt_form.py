@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
-from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt
+from kintsugi.core.plan import FormName, PromptChunk, RagPrompt
 from kintsugi.models.reference import resolve_model
 
 CLOCK = datetime(2024, 7, 26)

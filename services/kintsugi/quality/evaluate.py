@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
-from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.plan import PromptChunk, RagPrompt, Selection
 from kintsugi.core.report import describe_selection
 from kintsugi.core.request import parse_selector
 from kintsugi.core.schema import STRICT

@@ -18,8 +18,7 @@ from typing import Any, NoReturn, Protocol
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.evidence import Deviation, Tally
-from kintsugi.core.plan import Selection, make_trial
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.plan import PromptChunk, RagPrompt, Selection, make_trial
 from kintsugi.core.request import KintsugiParams
 from kintsugi.discovery.segments import TOKENS_MIN, cut_chunks
 from kintsugi.discovery.token_classes import TokenClasses

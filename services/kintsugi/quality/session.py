@@ -11,7 +11,7 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.layout import codec_named
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 from kintsugi.engine.local import FORCING, LocalEngine
 from kintsugi.models.prompt_form import NO_ARGS, PromptForm, load_form
 from kintsugi.models.reference import resolve_model

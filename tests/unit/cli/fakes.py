@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.plan import PromptChunk, RagPrompt
 from kintsugi.core.request import Op
 from kintsugi.engine.local import Generation, Prompt
 

@@ -19,7 +19,7 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.evidence import Quality
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 from kintsugi.core.report import FILE, LADDER
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.bundled import bundled_checkpoint

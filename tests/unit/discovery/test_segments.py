@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.plan import PromptChunk, RagPrompt
 from kintsugi.core.spaces import TokenIds
 from kintsugi.discovery.segments import (
     BLOCK_TOKENS_MIN,

@@ -13,7 +13,7 @@ from kintsugi.cli.commands.precompute import CorpusOptions
 from kintsugi.cli.session import Asked, build_prompt
 from kintsugi.core.deploy import EngineSpec, ModelExpert, ModelSpec
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.scheduler.gate import prefix_of

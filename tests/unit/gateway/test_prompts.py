@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.prompt import FormName, PromptChunk
+from kintsugi.core.plan import FormName, PromptChunk
 from kintsugi.core.spaces import TokenIds
 from kintsugi.gateway.chunks import Recent, Spaces
 from kintsugi.gateway.metrics import GatewayMetrics

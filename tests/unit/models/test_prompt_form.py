@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
-from kintsugi.core.prompt import FormName, PromptChunk
+from kintsugi.core.plan import FormName, PromptChunk
 from kintsugi.models.bundled import bundled_checkpoint, showcase
 from kintsugi.models.prompt_form import PromptForm, load_form, special_tokens
 from tests.fakes.chat_templates import CHATML, DATED, DOCUMENTS, NO_SYSTEM, PARTS, tokenizer_with

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from kintsugi.gateway.access import check_exposure
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.pod_template import RESERVED_VARIABLES
-from kintsugi_operator.api.status import BlendServiceStatus
 from kintsugi_operator.desired.plan import plan_service
-from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision, service_spec
 from kintsugi_operator.objects.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX
 from kintsugi_operator.objects.network import OPERATOR
@@ -29,39 +26,17 @@ from kintsugi_operator.objects.pods import Manifest, quantity
 from kintsugi_operator.objects.store import ray_service_name
 from kintsugi_operator.observed import views
 from kintsugi_operator.observed.views import JobState, Observed, RayServiceView
+from tests.unit.operator.planned import (
+    BEFORE,
+    NEWEST,
+    OLDEST,
+    PROPERTY,
+    matches,
+    named,
+    objects_of,
+    pod_templates,
+)
 from tests.unit.operator.specs import NOW, OWNER, names, spec_of, specs
-
-PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-OLDEST, NEWEST = "1.30", "1.36"
-"""Kubernetes versions that are supported."""
-BEFORE = BlendServiceStatus()
-
-
-def matches(chosen: Mapping[str, str], found: Mapping[str, str]) -> bool:
-    """Whether all labels of a selector are there."""
-    return chosen.items() <= found.items()
-
-
-def objects_of(
-    spec: BlendServiceSpec, owner: Owner = OWNER, observed: Observed | None = None
-) -> tuple[Manifest, ...]:
-    store_up = Observed(store=RayServiceView(is_ready=True))
-    return plan_service(spec, owner, BEFORE, observed or store_up, NOW).objects
-
-
-def pod_templates(objects: Iterable[Manifest]) -> Iterator[Manifest]:
-    """All pods that Ray's clusters would have."""
-    for one in objects:
-        spec = one.get("spec", {})
-        cluster = spec.get("rayClusterConfig") or spec.get("rayClusterSpec")
-        if cluster:
-            yield cluster["headGroupSpec"]["template"]
-            yield from (group["template"] for group in cluster["workerGroupSpecs"])
-
-
-def named(objects: tuple[Manifest, ...], kind: str, name: str) -> Manifest:
-    (found,) = [one for one in objects if (one["kind"], one["metadata"]["name"]) == (kind, name)]
-    return found
 
 
 @PROPERTY
@@ -425,76 +400,6 @@ def test_nothing_that_the_operator_sets_may_be_set_by_a_spec(spec: BlendServiceS
         assert len(set(names)) == len(names)
         for name in set(names) - own:
             assert re.match(RESERVED_VARIABLES, name), name
-
-
-def test_what_may_be_called_is_what_the_spec_names() -> None:
-    asked = [
-        {"ports": [4317], "namespace": "observability"},
-        {"ports": [3128, 9000], "cidr": "10.0.0.0/8"},
-        {"ports": [8443]},
-    ]
-    objects = objects_of(spec_of(network={"downloads": False}, expert={"egress": asked}))
-    plain = objects_of(spec_of(network={"downloads": False}))
-    (policy,) = [one["spec"] for one in objects if one not in plain]
-    (expression,) = policy["podSelector"]["matchExpressions"]
-    assert expression["values"] == ["service", "corpus"]
-    assert policy["policyTypes"] == ["Egress"]
-    _, collector, proxy, anywhere = policy["egress"]
-    assert collector["to"] == [
-        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}}
-    ]
-    assert proxy["to"] == [{"ipBlock": {"cidr": "10.0.0.0/8"}}]
-    assert [one["port"] for one in proxy["ports"]] == [3128, 9000]
-    assert "to" not in anywhere
-
-
-@pytest.mark.parametrize(("told", "namespace"), [({}, "team"), ({"kuberayNamespace": "kuberay"}, "kuberay")])
-def test_kuberay_reaches_dashboards_from_one_namespace_only(told: dict[str, str], namespace: str) -> None:
-    """Its label alone would let in whoever may make a pod somewhere."""
-    policy = named(objects_of(spec_of(expert=told)), "NetworkPolicy", "acme-heads")
-    (peer,) = [one for one in policy["spec"]["ingress"][0]["from"] if "kuberay" in str(one["podSelector"])]
-    assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
-    seen = plan_service(spec_of(expert=told), OWNER, BEFORE, Observed(), NOW)
-    (condition,) = [one for one in seen.status.conditions if one.type == "KubeRayReady"]
-    assert (
-        condition.message
-        == f"network policies admit KubeRay of namespace {namespace} (expert.kuberayNamespace)"
-    )
-
-
-def test_without_policies_there_are_none() -> None:
-    spec = spec_of(network={"policies": False}, store={"insecure": True})
-    assert not [one for one in objects_of(spec) if one["kind"] == "NetworkPolicy"]
-
-
-@PROPERTY
-@given(specs)
-def test_policies_have_no_empty_lists(spec: BlendServiceSpec) -> None:
-    """The API server drops them, so that each one that is applied would be a new generation."""
-    for policy in (one for one in objects_of(spec) if one["kind"] == "NetworkPolicy"):
-        assert [] not in policy["spec"].values()
-
-
-def test_policies_deny_what_they_do_not_name() -> None:
-    objects = objects_of(spec_of(network={"clientNamespaces": ["shop"]}))
-    policies = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "NetworkPolicy"}
-    deny = policies["acme-deny"]
-    assert deny["policyTypes"] == ["Ingress", "Egress"]
-    assert "ingress" not in deny
-    for template in pod_templates(objects):
-        assert matches(deny["podSelector"]["matchLabels"], template["metadata"]["labels"])
-    (rule,) = policies["acme-clients"]["ingress"]
-    assert rule["from"][0]["namespaceSelector"]["matchExpressions"][0]["values"] == ["shop"]
-    # A shard is open to engines and jobs, on two ports, and to nobody else.
-    (rule,) = policies["acme-store"]["ingress"]
-    assert [one["port"] for one in rule["ports"]] == [7400, 7410]
-
-
-def test_shards_may_call_their_bucket() -> None:
-    store: dict[str, Any] = {"tiers": [{"name": "a", "gib": 1}], "bucketUrl": "s3://chunks"}
-    store["expert"] = {"bucketPort": 9000}
-    policy = named(objects_of(spec_of(store=store)), "NetworkPolicy", "acme-store")["spec"]
-    assert [port["port"] for rule in policy["egress"] for port in rule["ports"]] == [9000]
 
 
 def test_the_gateways_are_those_of_the_active_revision() -> None:

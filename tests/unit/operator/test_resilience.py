@@ -19,7 +19,7 @@ from kintsugi_operator.objects.names import ANNOTATION_CLUSTER, LABEL_NAME, LABE
 from kintsugi_operator.objects.pods import AGENT_PORT, DASHBOARD_PORT, Manifest
 from kintsugi_operator.observed.views import Observed, RayServiceView
 from tests.unit.operator.specs import NOW, OWNER, spec_of
-from tests.unit.operator.test_plan import BEFORE, named, objects_of, pod_templates
+from tests.unit.operator.planned import BEFORE, named, objects_of, pod_templates
 
 REVISION = EngineRevision.of(spec_of()).name
 

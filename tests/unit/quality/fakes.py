@@ -10,8 +10,7 @@ from typing import Any
 
 from kintsugi.core.accounting import Accounting, ChunkAudit, Outcome
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
-from kintsugi.core.plan import Selection, selection_of
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.plan import PromptChunk, RagPrompt, Selection, selection_of
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.local import Generation, Prompt

@@ -16,7 +16,7 @@ from kintsugi.cli.options import EvaluateTask, parse_engine_arguments, read_yaml
 from kintsugi.cli.render import format_count, make_figures_table, print_form
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 from kintsugi.core.schema import load
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import load_form

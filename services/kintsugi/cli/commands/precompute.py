@@ -30,7 +30,7 @@ from kintsugi.cli.options import (
 from kintsugi.cli.render import format_bytes
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
-from kintsugi.core.prompt import FormName
+from kintsugi.core.plan import FormName
 from kintsugi.core.schema import load
 from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.models.reference import REFERENCE

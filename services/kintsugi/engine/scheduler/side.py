@@ -550,8 +550,7 @@ class SchedulerSide:
         return metadata
 
     def end_step(self) -> BlendStats | None:
-        """Return the counts since the last call, None if there are none. Called once per engine step, after
-        its output is known."""
+        """Return the counts since the last call; None without any. Called after each engine step's output."""
         for request, ttft in self._timing.step_ended():
             state = self._states.get(request.request_id)
             if state is not None and state.accounting is not None:

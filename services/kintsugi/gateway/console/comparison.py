@@ -20,7 +20,7 @@ from typing import Any
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, ResourceExhausted
 from kintsugi.core.exchange import EngineDelta
-from kintsugi.core.prompt import end_line
+from kintsugi.core.plan import end_line
 from kintsugi.core.request import BlendOptions, parse_selector
 from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import Span, TokenIds

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.prompt import end_line
+from kintsugi.core.plan import end_line
 from kintsugi.core.schema import STRICT
 from kintsugi.precompute.documents import check_document_id
 from kintsugi.precompute.sources.files import FileRange, Format

@@ -12,7 +12,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.renderers.registry import renderer_from_config
 
-from kintsugi.core.prompt import FormName, PromptChunk
+from kintsugi.core.plan import FormName, PromptChunk
 from kintsugi.engine.openai.prompt import Segmented, SegmentTokenizer
 from kintsugi.models import prompt_form
 from kintsugi.models.bundled import bundled_checkpoint

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("semantic_text_splitter", reason="install the extra `chunking`")
 
-from kintsugi.core.prompt import FormName, PromptChunk
+from kintsugi.core.plan import FormName, PromptChunk
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.segments import Segment, SegmentResolver
