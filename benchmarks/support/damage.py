@@ -123,6 +123,8 @@ class LocalTwins:
     """The twins of an engine in this process; the report stays in memory. Either answers are compared, or
     stored chunks are audited: the full prefill of an audited blend is the blend itself."""
 
+    priority = 0
+
     def __init__(self, running: LocalEngine, store: RamStore, audits: bool) -> None:
         self._running, self._store, self._audits = running, store, audits
         self.served: Generation | None = None

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.support.figures import Figure
@@ -121,7 +122,7 @@ def _chunks(shape: Shape, divisor: int) -> tuple[int, int]:
 
 
 KINDS: dict[str, Callable[[int], tuple[int, int]]] = {
-    f"chunks, {name}": lambda divisor, shape=shape: _chunks(shape, divisor) for name, shape in SHAPES.items()
+    f"chunks, {name}": partial(_chunks, shape) for name, shape in SHAPES.items()
 }
 
 

@@ -135,8 +135,8 @@ def test_a_restart_finds_what_was_durable(tmp_path: Path) -> None:
         found = shard.lookup("acme", [manifest.key for manifest, _ in chunks])
         assert [entry.manifest if entry else None for entry in found] == [None] + [m for m, _ in chunks[1:]]
         assert all(shard.verify("acme", [manifest.key for manifest, _ in chunks[1:]]).values())
-        (found,) = shard.lookup_anchors("acme", chunks[1][0].space_digest, chunks[1][0].anchors)
-        assert found.keys == (chunks[1][0].key,)
+        (anchored,) = shard.lookup_anchors("acme", chunks[1][0].space_digest, chunks[1][0].anchors)
+        assert anchored.keys == (chunks[1][0].key,)
     finally:
         shard.close()
 

@@ -92,13 +92,9 @@ def test_a_chunk_that_was_not_asked_for_is_refused(
             call()
 
 
-def test_chunks_of_another_namespace_are_neither_candidates_nor_listed(liar: Liar, store: GrpcStore) -> None:
+def test_chunks_of_another_namespace_are_not_listed(liar: Liar, store: GrpcStore) -> None:
     foreign = wire.manifest_to_wire(replace(ASKED, namespace="victim"))
-    candidates = pb.AnchorCandidates(anchor=ASKED.anchors[0], manifests=[foreign])
-    liar.answers["LookupAnchors"] = lambda request, context: pb.LookupAnchorsResponse(candidates=[candidates])
     liar.answers["List"] = lambda request, context: pb.ListResponse(found=[pb.Found(manifest=foreign)])
-    with pytest.raises(Unavailable, match="another namespace"):
-        store.lookup_anchors("acme", ASKED.space_digest, ASKED.anchors)
     with pytest.raises(Unavailable, match="another namespace"):
         store.list("acme")
 

@@ -17,8 +17,8 @@ from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.jobs import corpus_job
 from kintsugi_operator.objects.names import LABEL_ROLE
 from kintsugi_operator.objects.pods import Manifest
-from tests.unit.operator.specs import OWNER, spec_of
 from tests.unit.operator.planned import objects_of, pod_templates
+from tests.unit.operator.specs import OWNER, spec_of
 
 ADDED: dict[str, Any] = {
     "labels": {"example.com/team": "search"},

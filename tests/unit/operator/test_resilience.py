@@ -18,8 +18,8 @@ from kintsugi_operator.objects.jobs import corpus_job
 from kintsugi_operator.objects.names import ANNOTATION_CLUSTER, LABEL_NAME, LABEL_REVISION, LABEL_ROLE
 from kintsugi_operator.objects.pods import AGENT_PORT, DASHBOARD_PORT, Manifest
 from kintsugi_operator.observed.views import Observed, RayServiceView
-from tests.unit.operator.specs import NOW, OWNER, spec_of
 from tests.unit.operator.planned import BEFORE, named, objects_of, pod_templates
+from tests.unit.operator.specs import NOW, OWNER, spec_of
 
 REVISION = EngineRevision.of(spec_of()).name
 

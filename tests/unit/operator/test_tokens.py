@@ -6,8 +6,8 @@ import json
 
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import LABEL_ROLE
-from tests.unit.operator.specs import secret_keys, spec_of
 from tests.unit.operator.planned import named, objects_of, pod_templates
+from tests.unit.operator.specs import secret_keys, spec_of
 
 
 def test_each_client_of_the_store_is_given_its_own_token_alone() -> None:

@@ -338,10 +338,12 @@ def test_a_prompt_that_is_sent_again_is_not_measured_again(monkeypatch: pytest.M
     assert life.send(DECLINED, PROMPT), "forgotten"
 
 
-@pytest.mark.parametrize("rule", [{"no_store": True}, {"learn": False}])
-def test_a_request_or_a_namespace_may_be_left_out(rule: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "params", [dataclasses.replace(PARAMS, no_store=True), dataclasses.replace(PARAMS, learn=False)]
+)
+def test_a_request_or_a_namespace_may_be_left_out(params: KintsugiParams) -> None:
     life = Life()
-    left_out = dataclasses.replace(PROMPT, params=dataclasses.replace(PARAMS, **rule))
+    left_out = dataclasses.replace(PROMPT, params=params)
     assert life.stream.prepare_prompt("a", left_out) is left_out
     plain = dataclasses.replace(PROMPT, params=None)
     assert life.stream.prepare_prompt("a", plain) is plain

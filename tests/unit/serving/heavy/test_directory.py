@@ -210,6 +210,7 @@ def test_all_who_ask_a_new_directory_at_once_find_it_listening(monkeypatch: pyte
         try:
             return set(await asyncio.gather(*(actor.start() for _ in range(4))))
         finally:
-            await actor._server.stop(None)
+            if actor._server is not None:
+                await actor._server.stop(0.0)
 
     assert asyncio.run(ask()) == {f"127.0.0.1:{port}"}
