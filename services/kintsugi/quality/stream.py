@@ -7,8 +7,9 @@ along the served answer's tokens, up to `POSITIONS_MAX` of them. A request that 
 running twin, which is run again later.
 
 - Where blending is shut, or slower with what is open, the request was prefilled in full. Its twins are blends
-  with the configurations that are not decided yet, or with the first of them if other answers wait. Chunks
-  that the request declares and the store lacks are saved first.
+  with the configurations that are not decided yet, as many as the time between two answers allows, and the
+  first of them alone if other answers wait. Chunks that the request declares and the store lacks are saved
+  first.
 - Where the request was blended, the twin is a full prefill; further twins blend with cheaper configurations.
   One stored chunk of the prompt is audited, too: it is prefilled again and compared with the stored KV
   (`fusor.audit`). While a cheaper configuration is still to be tested, every blend may be measured; otherwise
@@ -76,6 +77,8 @@ REMEMBERED_MAX = 4096
 evidence."""
 PENDING_S = 600.0
 """Maximum wait. An answer that waited longer is dropped and counted."""
+FULL_SHARE = 0.3
+"""Maximum share of an engine's time that twins of answers by full prefill may take."""
 OPEN_SHARE = 0.005
 """Share of blended requests that are measured, divided evenly among the namespaces that send enough."""
 OPEN_PER_MINUTE = 1.0
@@ -244,6 +247,8 @@ class Stream:
         self._clock = clock
         self._sampler = FairSampler(OPEN_SHARE, per_minute=OPEN_PER_MINUTE, now=clock)
         self._pending: deque[_Pending] = deque()
+        self._taken_s, self._gap_s = -math.inf, math.inf
+        """Time of the last answer, and between the last two."""
         self._measured: OrderedDict[bytes, None] = OrderedDict()
         """Digests of the measured prompts, the latest last."""
         self.watched: Held[int, _Watched] = Held(WATCHED_BYTES_MAX)
@@ -327,7 +332,9 @@ class Stream:
             return False
         if not generation.token_ids or len(self._pending) >= PENDING_MAX or self._is_repeated(prompt):
             return False
-        self._pending.append(_Pending(prompt, generation, "" if is_blend else label, self._clock()))
+        now_s = self._clock()
+        self._gap_s, self._taken_s = now_s - self._taken_s, now_s
+        self._pending.append(_Pending(prompt, generation, "" if is_blend else label, now_s))
         return True
 
     def _is_repeated(self, prompt: Prompt) -> bool:
@@ -370,7 +377,7 @@ class Stream:
     async def _measure_full(self, pending: _Pending, state: GateState, cell: Cell, source: str) -> bool:
         """Compare an answer by full prefill with blends. Return whether something opened."""
         await self._run(self._twins.save_missing(pending.prompt))
-        allowed = state.allowance(cell, source)
+        allowed, started_s = state.allowance(cell, source), self._clock()
         trials = choose_trials(state, cell, source, 1 if self._pending else None)
         if pending.reason == UNMEASURED and allowed is not None:
             trials = [allowed.cheapest]
@@ -382,6 +389,8 @@ class Stream:
             if opens is None:
                 break
             is_changed |= opens
+            if self._clock() - started_s > FULL_SHARE * self._gap_s:
+                break  # the next answer would wait: the safest one opens first
         return is_changed
 
     def drop_late(self) -> None:

@@ -37,7 +37,7 @@ from kintsugi.gateway.fill import FILL_PRIORITY
 from kintsugi.models.reference import resolve_model
 from kintsugi.quality import reports
 from kintsugi.quality.reports import ReportKeeper
-from kintsugi.quality.stream import Stream, StreamCounts
+from kintsugi.quality.stream import FULL_SHARE, Stream, StreamCounts
 from kintsugi.store.client.registry import open_store
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,6 @@ POLL_S = 0.2
 """Interval between checks for waiting answers."""
 PRIORITY = FILL_PRIORITY + 1
 ANSWER_TIMEOUT_S = 300.0
-FULL_SHARE = 0.3
-"""Maximum share of an engine's time for comparing answers of full prefill with blends."""
 BLEND_SHARE = 0.05
 """Maximum share of an engine's time for comparing blended answers with full prefill."""
 REPORT_FILE = "calibration.json"

@@ -87,6 +87,8 @@ class FakeTwins:
         self.arrival: Callable[[], None] | None = None
         """Called once, while the engine computes what `arrives_in` names."""
         self.arrives_in = "blend"
+        self.on_done: Callable[[], None] = lambda: None
+        """Called whenever the engine has computed something."""
 
     async def _call(self, kind: str, prompt: Prompt) -> None:
         self.calls.append((kind, prompt))
@@ -94,6 +96,7 @@ class FakeTwins:
             arrive, self.arrival = self.arrival, None
             arrive()
         await asyncio.sleep(0)
+        self.on_done()
 
     async def answer_in_full(self, prompt: Prompt) -> Generation:
         await self._call("full", prompt)
@@ -256,59 +259,6 @@ def test_a_failed_twin_is_the_worst_loss() -> None:
     life.run()
     assert life.tally().lost == life.tally().pairs == 1
     assert (life.stream.counts.failed, life.stream.counts.pairs) == (len(LADDER), 0)
-
-
-@pytest.mark.parametrize("kind", ["save", "blend"])
-def test_a_request_that_arrives_ends_the_twin_which_is_run_again(kind: str) -> None:
-    life = Life()
-    life.twins.arrival, life.twins.arrives_in = (lambda: life.stream.note_arrival(0)), kind
-    life.serve(DECLINED)
-    life.run()
-    assert (life.stream.pending, life.stream.counts.pairs, life.stream.counts.interrupted) == (1, 0, 1)
-    life.run()
-    assert (life.stream.pending, life.tally().pairs, life.tally(NEXT).pairs) == (0, 1, 1)
-
-
-def test_after_an_interruption_no_pair_is_recorded_twice() -> None:
-    life = Life()
-    life.serve(DECLINED)
-    life.twins.arrival = lambda: setattr(life.twins, "arrival", lambda: life.stream.note_arrival(0))
-    life.run()  # the second trial is interrupted
-    assert (life.tally().pairs, life.tally(NEXT).pairs, life.stream.pending) == (1, 0, 1)
-    life.run()
-    assert (life.tally().pairs, life.tally(NEXT).pairs, life.stream.pending) == (1, 1, 0)
-
-
-@pytest.mark.parametrize("kind", ["full", "audit"])
-def test_a_served_blend_that_is_compared_is_not_compared_again(kind: str) -> None:
-    life = Life(open_report())
-    life.twins.arrival, life.twins.arrives_in = (lambda: life.stream.note_arrival(0)), kind
-    life.serve(blended(SAFEST))
-    life.run()
-    assert life.stream.pending == (kind == "full")
-    life.run()
-    assert life.twins.kinds.count("full") == 1 + (kind == "full")
-
-
-def test_a_request_behind_the_twins_ends_none() -> None:
-    life = Life()
-    life.twins.arrival = lambda: life.stream.note_arrival(FakeTwins.priority)
-    life.serve(DECLINED)
-    life.run()
-    assert (life.tally().pairs, life.stream.counts.interrupted) == (1, 0)
-
-
-def test_a_stream_that_is_cancelled_ends() -> None:
-    life = Life()
-    life.serve(DECLINED)
-
-    async def cancel() -> None:
-        task = asyncio.create_task(life.stream.run_one())
-        life.twins.arrival = task.cancel  # type: ignore[assignment]
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.gateway.fill import FILL_PRIORITY
 from kintsugi.quality import reports
+from kintsugi.quality.stream import FULL_SHARE
 from kintsugi.serving import learning as module
 from kintsugi.serving.learning import (
     BLEND_SHARE,
-    FULL_SHARE,
     PRIORITY,
     REPORT_FILE,
     Learning,
