@@ -115,7 +115,7 @@ def demote(shard: Shard) -> None:
     for done in shard.flush_writers():
         done.result(10.0)
     drop_from_ram(shard)
-    evictions = shard.table.demotions.begin(disk, disk.capacity_bytes)
+    evictions = shard.table.evict_from_disk(disk, disk.capacity_bytes)
     shard._writers[0]._writer.demote(evictions)
     assert shard.bucket_writer.await_uploads(PATIENCE_S) == 0
     shard.table.check()

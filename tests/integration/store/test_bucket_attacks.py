@@ -51,7 +51,7 @@ def evict_from_disk(shard: Shard) -> None:
     (disk,) = shard.disks
     for done in shard.flush_writers():
         done.result(10.0)
-    shard._writers[0]._writer.demote(shard.table.demotions.begin(disk, disk.capacity_bytes))
+    shard._writers[0]._writer.demote(shard.table.evict_from_disk(disk, disk.capacity_bytes))
 
 
 def keep_versions(s3: S3Server, status: str) -> None:

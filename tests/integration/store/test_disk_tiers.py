@@ -176,7 +176,7 @@ def test_a_chunk_that_is_on_its_way_into_ram_keeps_its_source(
 
     monkeypatch.setattr(disk, "read", held_up)
     drop_from_ram(shard, entry)
-    evictions = shard.table.demotions.begin(disk, 1)
+    evictions = shard.table.evict_from_disk(disk, 1)
     assert [eviction.entry for eviction in evictions] == [entry]
     assert shard.prefetch("acme", [manifest.key]) == 1
     TierWriter(shard.table, disk, None).demote(evictions)

@@ -40,6 +40,7 @@ from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import (
+    ANCHORED_KEYS_MAX,
     Anchored,
     Buffer,
     ChunkLost,
@@ -222,7 +223,7 @@ class ShardedStore(ChunkStore):
         found: dict[tuple[int, int, int], dict[ChunkKey, None]] = {}
         for one in chain.from_iterable(answer or () for answer in answers):
             found.setdefault(one[:3], {}).update(dict.fromkeys(one.keys))
-        return [Anchored(*alike, tuple(keys)) for alike, keys in found.items()]
+        return [Anchored(*alike, tuple(keys)[:ANCHORED_KEYS_MAX]) for alike, keys in found.items()]
 
     def put(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
@@ -24,7 +24,6 @@ from kintsugi.store.protocol.interface import ANCHORED_MAX, Anchored
 from kintsugi.store.shard import life
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, EntryIndex, Residence
 from kintsugi.store.shard.erasure import CLEAR_BATCH, Deletions, Removed, Scope, is_in_hand
-from kintsugi.store.shard.eviction.demotion import Demotions
 from kintsugi.store.shard.eviction.room import (
     NO_SSD_TIER,
     RATIO,
@@ -37,6 +36,7 @@ from kintsugi.store.shard.eviction.room import (
     Transitions,
     find_faster_queue,
     find_queue,
+    give_up,
     hides_s,
 )
 from kintsugi.store.shard.pins import Leases
@@ -45,6 +45,7 @@ from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.lower_tier import LowerTier, Unrecorded
 from kintsugi.store.shard.tiers.ram_tier import ChunkPut, Committed, PutOptions, RamTier, erased_meanwhile
 from kintsugi.store.shard.work import (
+    Eviction,
     LoadQueue,
     Loads,
     LoadStep,
@@ -92,10 +93,10 @@ class EntryTable:
         promotions = Promotions(life.acquire, life.release, life.begin_load, self._room.make)
         self.loads = Loads(promotions, ram.capacity_bytes)
         self._puts: set[ChunkPut] = set()
+        self._demoting: set[Eviction] = set()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         """Notified when room is freed, a writer has work, or a thread has died."""
-        self.demotions = Demotions(self._changed, self._room, lambda: self.draining)
         self._load_added = threading.Condition(self._lock)
         ram.on_free = self._changed.notify_all
 
@@ -315,7 +316,7 @@ class EntryTable:
     def is_in_hand(self, scope: Scope) -> bool:
         """Return whether any call or thread still uses the bytes of removed chunks."""
         with self._lock:
-            return is_in_hand(scope, self._tiers, self._puts, self.demotions.running)
+            return is_in_hand(scope, self._tiers, self._puts, self._demoting)
 
     def take_leftovers(self, start: int, stop: int) -> list[tuple[int, int]]:
         """As `ExtentAllocator.take_leftovers`, of RAM."""
@@ -440,6 +441,54 @@ class EntryTable:
             life.fail_write(job)
             self._changed.notify_all()
 
+    # Demotion
+
+    def evict_from_disk(self, tier: LowerTier, needed_bytes: int) -> list[Eviction]:
+        """Take chunks that the tier's policy gives up, for more bytes than needed. Their copies stay until
+        `end_demotions`."""
+        with self._lock:
+            evictions = give_up(tier, needed_bytes)
+            self._demoting.update(evictions)
+        return evictions
+
+    def begin_copy(self, eviction: Eviction) -> bool:
+        """Hold the leaving copy until `end_copy`. Returns False for a chunk that is gone or being loaded."""
+        with self._lock:
+            if eviction.entry.disk is not eviction.source or eviction.entry.is_loading:
+                return False
+            life.acquire(eviction.source)
+            return True
+
+    def end_copy(self, eviction: Eviction, upload: Residence | None = None) -> None:
+        """Release a copy that has been read. `upload`: a new copy to hold until `end_upload`."""
+        with self._lock:
+            life.release(eviction.source)
+            if upload is not None:
+                life.acquire(upload)
+
+    def end_upload(self, entry: ChunkEntry, target: Residence, failed: bool) -> None:
+        """Note that an upload to the bucket has ended. If it failed, the copy is lost."""
+        with self._lock:
+            if failed and life.lose_copy(entry, target):
+                self._room.forget(entry)
+            life.release(target)
+            self._changed.notify_all()
+
+    def end_demotions(
+        self, evictions: Iterable[Eviction], placed: Mapping[Eviction, Residence] | None
+    ) -> None:
+        """Drop the leaving copies. `placed`: new copies in the next tier; None: it failed, so all copies
+        stay."""
+        with self._lock:
+            self._demoting.difference_update(evictions)
+            for eviction in evictions:
+                if placed is None:
+                    life.cancel_demotion(eviction)
+                elif life.end_demotion(eviction, placed.get(eviction)):
+                    self._room.forget(eviction.entry)
+                elif self.draining and life.is_in_ram_alone(eviction.entry):
+                    self._room.write_or_forget(eviction.entry, eviction.source.tier)
+
     # Reading and promotion
 
     def open(self, addresses: Sequence[Address], layers: range, heads: HeadRange) -> Reading:
@@ -514,7 +563,7 @@ class EntryTable:
             elif is_newly_lost:
                 self._quarantine(entry)
             elif not self.draining and (
-                queue := find_faster_queue(self.queues, entry, limit_s, now_s, self.demotions.running)
+                queue := find_faster_queue(self.queues, entry, limit_s, now_s, self._demoting)
             ):
                 self._begin_write(entry, queue)
 

@@ -99,11 +99,11 @@ class BucketWriter:
         """Take chunks that leave a tier. Returns no copies: taken chunks have moved already, the others are
         lost. A bucket's failures raise nothing."""
         for eviction in evictions:
-            if self._is_worth_it(eviction.entry) and self._table.demotions.begin_copy(eviction):
+            if self._is_worth_it(eviction.entry) and self._table.begin_copy(eviction):
                 upload = self._copy(tier, eviction)
-                self._table.demotions.end_copy(eviction, None if upload is None else upload.target)
+                self._table.end_copy(eviction, None if upload is None else upload.target)
                 if upload is not None:
-                    self._table.demotions.end([eviction], {eviction: upload.target})
+                    self._table.end_demotions([eviction], {eviction: upload.target})
                     self._begin(upload)
         return {}
 
@@ -134,8 +134,8 @@ class BucketWriter:
         """Reserve room in the bucket, evicting other chunks if needed, and in memory."""
         upload = self.tier.reserve(entry)
         if upload is None and self.tier.is_full_for(entry):
-            evictions = self._table.demotions.begin(self.tier, frames_bytes(entry.manifest))
-            self._table.demotions.end(evictions, {})
+            evictions = self._table.evict_from_disk(self.tier, frames_bytes(entry.manifest))
+            self._table.end_demotions(evictions, {})
             upload = self.tier.reserve(entry)
         if upload is None:
             self.tier.faults["refused"] += 1
@@ -198,7 +198,7 @@ class BucketWriter:
             self.tier.failure = str(error)
             log.error("chunk %s is lost: %s: %s", upload.entry.manifest.key, self.name, error)
         self.tier.end_upload(upload)
-        self._table.demotions.end_upload(upload.entry, upload.target, failed)
+        self._table.end_upload(upload.entry, upload.target, failed)
         with self._changed:
             self._changed.notify_all()
 

@@ -71,7 +71,7 @@ class TierWriter:
             residence = self.tier.allocate(entry)
             if residence is not None:
                 return residence
-            evictions = self._table.demotions.begin(self.tier, frames_bytes(entry.manifest))
+            evictions = self._table.evict_from_disk(self.tier, frames_bytes(entry.manifest))
             self.demote(evictions)
             if not self.tier.bury() and not evictions:
                 return None
@@ -95,9 +95,9 @@ class TierWriter:
                 placed = self._below.copy_from(self.tier, evictions)
             except (OSError, lmdb.Error) as error:
                 log.error("%s: demotion to %s failed: %s", self.tier.name, self._below.name, error)
-                self._table.demotions.end(evictions, None)
+                self._table.end_demotions(evictions, None)
                 raise
-        self._table.demotions.end(evictions, placed)
+        self._table.end_demotions(evictions, placed)
 
     def copy_from(self, tier: DiskTier, evictions: Sequence[Eviction]) -> Mapping[Eviction, Residence]:
         """As `Below.copy_from`. The copies are committed."""
@@ -105,11 +105,11 @@ class TierWriter:
         since = self.tier.slab.syncs_failed
         try:
             for eviction in evictions:
-                if self._table.demotions.begin_copy(eviction):
+                if self._table.begin_copy(eviction):
                     try:
                         self._copy(tier, eviction, placed)
                     finally:
-                        self._table.demotions.end_copy(eviction)
+                        self._table.end_copy(eviction)
             if placed:
                 self.sync_and_commit([*placed.items()], since)
                 self.tier.failure = ""
