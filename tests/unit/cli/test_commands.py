@@ -196,7 +196,8 @@ def test_an_answer_that_was_not_blended_is_code_3(monkeypatch: pytest.MonkeyPatc
 def test_doctor_fails_where_a_check_does(
     monkeypatch: pytest.MonkeyPatch, verdict: CheckResult, code: ExitCode
 ) -> None:
-    monkeypatch.setattr(doctor, "installation_checks", lambda: [Check("memory", verdict, "[b]8[/b] GiB")])
+    monkeypatch.setattr(doctor, "installation_checks", list)
+    monkeypatch.setattr(doctor, "memory_check", lambda model: Check("memory", verdict, "[b]8[/b] GiB"))
     result = RUNNER.invoke(app, ["doctor"])
     assert result.exit_code == code
     assert "[b]8[/b] GiB" in result.stdout, "details are text, not markup"
@@ -214,15 +215,17 @@ def test_doctor_reports_the_self_test(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, verdict: str
 ) -> None:
     monkeypatch.setattr(doctor, "installation_checks", list)
+    monkeypatch.setattr(doctor, "memory_check", lambda model: Check("memory", CheckResult.OK, model or ""))
     use_engine(monkeypatch, FakeEngine(reason))
     result = RUNNER.invoke(app, ["doctor", "--model", "m", "--json"])
-    (check,) = json.loads(result.stdout)["checks"]
+    memory, check = json.loads(result.stdout)["checks"]
+    assert memory["detail"] == "m", "the memory that this model needs"
     assert (check["name"], check["verdict"]) == ("self-test", verdict)
     assert check["detail"] == reason if reason else all(name in check["detail"] for name in SELF_TEST_CHECKS)
 
 
 def test_doctor_says_how_to_run_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installation_checks", list)
-    (line,) = RUNNER.invoke(app, ["doctor"]).stdout.strip().splitlines()
+    _, line = RUNNER.invoke(app, ["doctor"]).stdout.strip().splitlines()
     assert "self-test" in line
     assert "--model" in line
