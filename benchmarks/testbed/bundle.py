@@ -1,7 +1,7 @@
 """Makes the folder of the model that ships with Kintsugi, from a training state.
 
     python -m benchmarks.testbed.bundle --state runs/a/state.pt
-    kintsugi calibrate --model $FOLDER --questions $FOLDER/questions.jsonl --out $FOLDER/calibration.json
+    kintsugi calibrate --model $FOLDER --questions $FOLDER/questions.jsonl.gz --out $FOLDER/calibration.json
 
 Writes the checkpoint, the questions to calibrate it on, and the demo's question: the first of its kind that
 full prefill answers and full KV reuse does not. All come from evaluation seeds, the questions from a slice
@@ -11,6 +11,7 @@ that no benchmark uses.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -50,7 +51,8 @@ def make(state: Path, out: Path) -> None:
         for index in range(QUESTIONS_FROM, QUESTIONS_FROM + QUESTIONS_PER_TASK)
         for task in TASKS
     ]
-    (out / "questions.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+    (out / "questions.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
     shown = find_showcase(Bundle(out))
     (out / "showcase.json").write_text(json.dumps(asdict(shown), indent=1) + "\n")
 

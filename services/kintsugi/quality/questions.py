@@ -1,6 +1,7 @@
 """Questions about chunks: read from files of several formats, or made of the bundled passages.
 
-A file holds one JSON record per line (JSONL) or one JSON list. Formats of a record:
+A file holds one JSON record per line (JSONL) or one JSON list, compressed if its name ends in `.gz`.
+Formats of a record:
 
 - ours, `{"chunks": […], "question": "…", "answers": […]}`; without `answers`, only agreement with full
   prefill is measured;
@@ -12,9 +13,11 @@ A file holds one JSON record per line (JSONL) or one JSON list. Formats of a rec
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,8 +79,6 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """
     if not path.is_file():
         raise NotFound(f"{path} is not a file; name a file of questions (JSON lines)")
-    if path.stat().st_size > FILE_BYTES_MAX:
-        raise InvalidField("questions", f"{path} exceeds {FILE_BYTES_MAX >> 30} GiB; split it")
     questions: list[Question] = []
     for where, record in _read_records(path):
         if limit is not None and len(questions) >= limit:
@@ -94,9 +95,15 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 def _read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (location, record) pairs. A file that starts with a bracket is one list."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            raise InvalidField("questions", f"{path} exceeds {FILE_BYTES_MAX >> 30} GiB; split it")
+        text = data.decode()
     except UnicodeDecodeError:
         raise InvalidField("questions", f"{path} is not UTF-8 text") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InvalidField("questions", f"{path} is not a whole gzip file: {error}") from None
     if text.lstrip().startswith("["):
         for index, record in enumerate(_parse_json(text, str(path))):
             yield f"{path}[{index}]", record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ def test_lines_and_lists_are_read(tmp_path: Path) -> None:
     assert read_questions(path) == lines
     assert len(lines) == 3
     assert len(read_questions(path, limit=2)) == 2
+    packed = tmp_path / "lines.jsonl.gz"
+    packed.write_bytes(gzip.compress((json.dumps(OWN) + "\n").encode() * 3))
+    assert read_questions(packed) == lines
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,14 @@ def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidField, match="UTF-8"):
         read_questions(binary)
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(gzip.compress(json.dumps(OWN).encode())[:-9])
+    with pytest.raises(InvalidField, match="not a whole gzip file"):
+        read_questions(cut)
+    plain = tmp_path / "plain.gz"
+    plain.write_text(json.dumps(OWN))
+    with pytest.raises(InvalidField, match="not a whole gzip file"):
+        read_questions(plain)
     broken = tmp_path / "broken"
     broken.write_text("{")
     with pytest.raises(InvalidField, match="broken:1 is not JSON"):
