@@ -17,7 +17,8 @@
 #   make gpu [GPU_PYTHON=python3] [GPU_ARGUMENTS=--dry]
 #                            everything that a GPU can show, in one run of less than ten minutes, without an
 #                            installation: torch and Triton are enough, vLLM's parts run where it is installed
-#                            (benchmarks/results/gpu.json, which is there from the first row on)
+#                            or packed (benchmarks/results/gpu.json, which is there from the first row on)
+#   make gpu-pack            vLLM for a machine with torch 2.11 and Triton but without vLLM and network, into .gpu
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign
@@ -65,7 +66,7 @@ BENCHMARKS := $(wildcard benchmarks/*.py)
 # Any interpreter that has torch with CUDA, and Triton; vLLM's part runs where it has vLLM, too.
 GPU_PYTHON ?= python3
 
-.PHONY: help setup demo test test-units test-systems test-core test-full check proto bench bench-stale support gpu fuzz clients lock images tools docs dist
+.PHONY: help setup demo test test-units test-systems test-core test-full check proto bench bench-stale support gpu gpu-pack fuzz clients lock images tools docs dist
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -191,6 +192,9 @@ support: setup
 bench-stale: setup
 	@$(BIN)/python -m benchmarks.support.stale
 
+gpu-pack: setup
+	$(BIN)/python benchmarks/gpu/pack.py
+
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu/device.py $(GPU_ARGUMENTS)
 
@@ -203,6 +207,7 @@ FOR_CPU := $(if $(UV_FIND_LINKS),,--torch-backend cpu) $(CPU_EXCLUDE:%=--no-emit
 lock: setup
 	$(LOCK) locks/cpu.in --output-file locks/cpu.txt --override locks/overrides.in $(FOR_CPU)
 	$(LOCK) locks/serving-cpu.in --output-file locks/serving-cpu.txt $(FOR_CPU) --no-emit-package $(GPU_ONLY)
+	$(LOCK) locks/gpu-pack.in --output-file locks/gpu-pack.txt --no-deps --python-version 3.12
 	@set -e; for name in core proto fuzz docs clients operator gpu; do \
 		$(LOCK) locks/$$name.in --output-file locks/$$name.txt; \
 	done

@@ -1,15 +1,25 @@
-"""Makes the fusor importable on a machine that has torch, Triton and NumPy, and nothing of ours installed."""
+"""Makes the fusor importable on a machine that has torch, Triton and NumPy, and nothing of ours installed.
+
+Processes that start vLLM there get it, and what it imports, from an archive.
+"""
 
 from __future__ import annotations
 
+import compileall
 import hashlib
 import importlib
 import sys
+import tarfile
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+ARCHIVE = REPOSITORY / ".gpu" / "site.tar.xz"
+"""vLLM with what it imports, as `make gpu-pack` makes it."""
+READY = ".unpacked"
+"""A file in the unpacked archive that is whole."""
 
 
 def prepare_imports() -> list[str]:
@@ -38,6 +48,22 @@ def prepare_imports() -> list[str]:
             sys.modules[name] = module
             missing.append(name)
     return missing
+
+
+def unpack_site() -> Path | None:
+    """Unpack vLLM's archive into the folder for temporary files, once. Returns the folder; None without an
+    archive."""
+    if not ARCHIVE.is_file():
+        return None
+    found = ARCHIVE.stat()
+    site = Path(tempfile.gettempdir(), f"kintsugi-gpu-{found.st_size}-{found.st_mtime_ns}")
+    if not (site / READY).exists():
+        with tarfile.open(ARCHIVE, "r:xz") as archive:
+            archive.extractall(site, filter="data")
+        # Every process would compile the same thousand modules, one after the other.
+        compileall.compile_dir(site / "vllm", quiet=2, workers=0)
+        (site / READY).touch()
+    return site
 
 
 def _blake2b(data: bytes = b"") -> hashlib.blake2b:

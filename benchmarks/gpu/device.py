@@ -1,26 +1,26 @@
-"""Everything that a GPU can show, in one run of less than ten minutes: `make gpu`.
+"""Everything that a GPU can show: `make gpu`.
 
-Needs torch and Triton alone; with vLLM installed, its engine is measured and tested as well.
+Needs torch and Triton alone; vLLM's engine is measured where it is installed, or packed (`make gpu-pack`).
+Two groups of sections, the most valuable first, each for one call of a few minutes:
 
-- **kernel**: scattered attention against its reference, with strict masks, and its time against dense
-  attention's; also for one rank of several, where the walk over the context is split.
-- **codecs**: every codec decoded on the device equals what the host decodes; bytes per second.
-- **loading**: a layer loader with one thread and with several; whether loading hides behind computation.
-- **ttft**: time to first token through vLLM's engine (`engine_ttft.py`), where it is installed.
-- **engine**: `tests/gpu/test_engine.py` on one architecture, where vLLM is installed.
-- **pass**: whole blends on a reference stack with the layers of Mistral-7B and Llama-70B, at 4k to 32k
-  tokens, against a dense prefill on the same stack; how often the host waits; peak memory. It comes last,
-  because it takes what time is left.
+- **engine**: vLLM's own engine, a process for each part of `engine.py`: `ops`, `exact`, `ttft`; then `tests`,
+  the engine's tests on one architecture.
+- **parts**, on the reference stack: `kernel` (scattered attention against its reference, with strict masks,
+  and its time against dense attention's), `codecs` (each decoded on the device equals what the host decodes),
+  `loading` (the loader alone, and beside computation), `pass` (whole blends with the layers of Mistral-7B and
+  Llama-70B against a dense prefill, waits, peak memory), which takes what time is left.
 
-Prints a table per section, and writes the JSON file again after every row: whatever ends the run leaves what
-was measured. A section that fails is recorded with its error, and what no time is left for is recorded as
-skipped. `--dry` runs all of it but vLLM at tiny shapes on the CPU: it shows that the script works, and
-measures nothing. There it also counts, over a pretended device, waits and pageable copies.
+Prints a table per section, and writes the JSON file again after every row: whatever ends the run leaves
+what was measured. What failed or was skipped is listed at the end; the exit status is 1 if something does
+not hold, or if a required row has no result. `--dry` runs the parts at tiny shapes on the CPU, and requires
+no vLLM: it shows that the script works, and measures nothing. There it also counts, over a pretended
+device, waits and pageable copies.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -31,14 +31,16 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.bare import REPOSITORY, prepare_imports
+from benchmarks.gpu.bare import REPOSITORY, prepare_imports, unpack_site
 
 STAND_INS = prepare_imports()
 
@@ -46,6 +48,7 @@ import torch  # noqa: E402
 
 from benchmarks.gpu import blending, scattered_attention  # noqa: E402
 from benchmarks.gpu.blending import MAIN_SELECTIONS, SELECTIONS, TINY  # noqa: E402
+from benchmarks.gpu.engine import BACKENDS, CONTEXTS, RATIO, RATIOS, SELECTOR  # noqa: E402
 from benchmarks.support.figures import Figure  # noqa: E402
 from kintsugi.core.layout import Codec, KVLayout  # noqa: E402
 from kintsugi.fusor import staging  # noqa: E402
@@ -72,19 +75,37 @@ KERNEL_VARIANTS = (
 )
 """Those of `tests.contracts.scattered_on_device` that run here: each is compiled first, for a second or
 two."""
+ENGINE_ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer is not packed
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "8",
+}
+"""Where the environment does not say otherwise."""
 DRY_CONTEXT = 90
 ENGINE_TESTS = ["-q", "-m", "not full", "-k", "tiny-llama and not llama3", "tests/gpu/test_engine.py"]
-TTFT_S, ENGINE_S = 150.0, 90.0
-"""How long the parts with vLLM may take, starting it included."""
-LEAST_S = 20.0
+LIMITS_S = {"ops": 120.0, "exact": 180.0, "ttft": 300.0, "tests": 180.0}
+"""How long the sections with vLLM may take, its start included: half a minute, or two where it compiles."""
+LEAST_S = 30.0
 """vLLM is not started with less time left."""
+GROUPS = {
+    "engine": ("ops", "exact", "ttft", "tests"),
+    "parts": ("kernel", "codecs", "loading", "counted", "pass"),
+}
+FIRST_CASE = "8x4 plain"
+FIRST_LOAD = "raw, 1 thread"
 GROWTH = 3.0
 """What the next prompt may take, as a multiple of the longest so far: lengths double."""
 Row = dict[str, Any]
 Section = dict[str, Any]
 
 
-class NoTimeLeft(Exception):
+class Skipped(Exception):
+    """The rest of a section is not run."""
+
+
+class NoTimeLeft(Skipped):
     """The rest of a section would not end in time."""
 
 
@@ -112,7 +133,7 @@ class Plan:
 
 def kernel_rows(plan: Plan) -> Iterator[Row]:
     for name, check, case in _kernel_cases(plan):
-        row = {"case": name, "context": case.context}
+        row = {"row": name, "context": case.context}
         try:
             implementation = implementation_of(case, plan.device.type)
             error = check(implementation, case, plan.device.type)
@@ -124,7 +145,7 @@ def kernel_rows(plan: Plan) -> Iterator[Row]:
             logging.exception("The kernel's case %s broke", name)
             yield {**row, "error": f"{type(failure).__name__}: {failure}", "holds": False}
     for shape in () if plan.is_dry else scattered_attention.SHAPES:
-        yield scattered_attention.measured(shape, 16384)
+        yield {"row": f"time {shape}", **scattered_attention.measured(shape, 16384)}
 
 
 def _kernel_cases(plan: Plan) -> Iterator[tuple[str, Callable[..., float], Case]]:
@@ -163,7 +184,7 @@ def codec_rows(plan: Plan) -> Iterator[Row]:
         seconds = blending.seconds_of(decode, plan.device, plan.repeats)
         got = (key.cpu(), value.cpu())
         same = all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-        yield {"codec": codec.name.lower(), "decode_gb_s": len(frame) / seconds / 1e9, "holds": same}
+        yield {"row": codec.name.lower(), "decode_gb_s": len(frame) / seconds / 1e9, "holds": same}
 
 
 def loading_rows(plan: Plan) -> Iterator[Row]:
@@ -174,7 +195,9 @@ def loading_rows(plan: Plan) -> Iterator[Row]:
     for codec, threads in ((Codec.RAW, 1), (Codec.RAW, several), (Codec.INT8, 1), (Codec.INT8, several)):
         staging.THREADS_ON_DEVICE = threads
         try:
-            yield {"shape": name, **blending.measure_loading(shape, context, codec, plan.device, threads)}
+            measured = blending.measure_loading(shape, context, codec, plan.device, threads)
+            row = f"{codec.name.lower()}, {threads} thread" + "s" * (threads > 1)
+            yield {"row": row, "shape": name, **measured}
         finally:
             staging.THREADS_ON_DEVICE = several
 
@@ -183,7 +206,7 @@ def pass_rows(plan: Plan) -> Iterator[Row]:
     for name, shape in plan.models.items():
         few = dataclasses.replace(shape, layers=2)
         exactness = blending.measure_exactness(few, plan.contexts[0], plan.device)
-        yield {"shape": name, "context": plan.contexts[0], **exactness}
+        yield {"row": f"{name} exact", "shape": name, "context": plan.contexts[0], **exactness}
     longest_s = 0.0
     for context in plan.contexts:
         # A wait would show at any length; times are wanted of the main ones alone.
@@ -192,7 +215,7 @@ def pass_rows(plan: Plan) -> Iterator[Row]:
             plan.check_time(GROWTH * longest_s)
             began_s = time.perf_counter()
             for row in blending.measure_pass(shape, context, selections, plan.device, plan.repeats):
-                yield {"shape": name, **row}
+                yield {"row": f"{name} {context} {row['selection']}", "shape": name, **row}
             longest_s = max(longest_s, time.perf_counter() - began_s)
 
 
@@ -204,66 +227,106 @@ def counted_rows(plan: Plan) -> Iterator[Row]:
 
     for name, selection in SELECTIONS.items():
         waits, copies = count_per_layer(selection)
-        yield {"selection": name, "device_syncs_per_layer": waits, "pageable_copies_per_layer": copies}
+        yield {
+            "row": name,
+            "selection": name,
+            "device_syncs_per_layer": waits,
+            "pageable_copies_per_layer": copies,
+        }
 
 
-def ttft_rows(plan: Plan) -> Iterator[Row]:
-    if plan.is_dry or _version_of("vllm") is None:
-        return
-    status, output = _run_python(plan, ["benchmarks/gpu/engine_ttft.py"], TTFT_S)
-    yield from (json.loads(line) for line in output.splitlines() if line.startswith("{"))
-    if status is None:
-        raise NoTimeLeft(f"the rest: stopped after {TTFT_S:.0f} s at the latest")
-    if status:
-        raise RuntimeError(output[-2000:])
+def part_rows(part: str, plan: Plan) -> Iterator[Row]:
+    """The rows of a part of `engine.py`, as soon as it prints them."""
+    output: list[str] = []
+    limit_s = _limit_of(part, plan)
+    script = ["benchmarks/gpu/engine.py", part, "--stuck-s", f"{limit_s - 5:.0f}"]
+    with running_python(script, limit_s) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            if line.startswith("{"):
+                yield json.loads(line)
+    if process.returncode:
+        raise RuntimeError(
+            f"exit status {process.returncode} within {limit_s:.0f} s: " + "".join(output)[-2000:]
+        )
 
 
-def engine_rows(plan: Plan) -> Iterator[Row]:
-    if plan.is_dry or _version_of("vllm") is None:
-        return
-    status, output = _run_python(plan, ["-m", "pytest", *ENGINE_TESTS], ENGINE_S)
-    row = {"tests": " ".join(ENGINE_TESTS), "summary": " ".join(output.strip().splitlines()[-1:])}
-    if status is None:
-        yield row
-        raise NoTimeLeft(f"the rest: stopped after {ENGINE_S:.0f} s at the latest")
-    yield {**row, "holds": status == 0}
+def test_rows(plan: Plan) -> Iterator[Row]:
+    limit_s = _limit_of("tests", plan)
+    with running_python(["-m", "pytest", *ENGINE_TESTS], limit_s) as process:
+        assert process.stdout is not None
+        lines = process.stdout.readlines()
+    row = {"row": "engine", "tests": " ".join(ENGINE_TESTS), "summary": "".join(lines[-1:]).strip()}
+    yield {**row, "holds": process.returncode == 0}
 
 
-def _run_python(plan: Plan, arguments: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-    """Run a process that has the device to itself. Returns its exit status, None where it had to be stopped,
-    and what it said."""
+def _limit_of(section: str, plan: Plan) -> float:
+    """How long a section with vLLM may run. Raises `Skipped`."""
+    if plan.is_dry:
+        raise Skipped("vLLM needs a GPU")
+    if find_vllm() is None:
+        raise Skipped("vLLM is neither installed nor in .gpu/site.tar.xz; run make gpu-pack before")
     # Its rows are recorded while some time is left.
-    limit_s = min(limit_s, plan.check_time(LEAST_S) - LEAST_S / 2)
+    return min(LIMITS_S[section], plan.check_time(LEAST_S) - LEAST_S / 3)
+
+
+@contextlib.contextmanager
+def running_python(arguments: Sequence[str], limit_s: float) -> Iterator[subprocess.Popen[str]]:
+    """A process that has the device to itself, with what it has started; killed after ``limit_s``."""
     torch.cuda.empty_cache()
-    paths = os.pathsep.join(str(REPOSITORY / folder) for folder in ("services", "operators"))
-    with subprocess.Popen(
+    folders = [REPOSITORY, *(REPOSITORY / name for name in ("services", "operators")), unpack_site()]
+    paths = [*map(str, filter(None, folders)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**ENGINE_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            # With what it has started, which would keep the pipe open.
+    )
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            return None, output
-    return process.returncode, output
+
+    timer = threading.Timer(limit_s, kill)
+    timer.start()
+    try:
+        with process:
+            yield process
+    finally:
+        timer.cancel()
+        kill()
 
 
 SECTIONS: dict[str, Callable[[Plan], Iterator[Row]]] = {
+    **{part: partial(part_rows, part) for part in ("ops", "exact", "ttft")},
+    "tests": test_rows,
     "kernel": kernel_rows,
     "codecs": codec_rows,
     "loading": loading_rows,
     "counted": counted_rows,
-    "ttft": ttft_rows,
-    "engine": engine_rows,
     "pass": pass_rows,
 }
+
+
+def required_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """The rows without which a section shows nothing."""
+    models, context = tuple(plan.models), plan.contexts[0]
+    first = next(iter(MAIN_SELECTIONS))
+    parts = {
+        "kernel": (FIRST_CASE, *MASKS),
+        "codecs": tuple(codec.name.lower() for codec in Codec),
+        "loading": (FIRST_LOAD,),
+        "pass": tuple(f"{model} {row}" for model in models for row in ("exact", f"{context} {first}")),
+    }
+    if plan.is_dry:
+        return {**parts, "counted": tuple(SELECTIONS)}
+    exact = tuple(f"{backend} r={ratio:g}" for backend in BACKENDS for ratio in RATIOS)
+    ttft = (f"{CONTEXTS[0]} {SELECTOR} r={RATIO:g}", "itl")
+    return {**parts, "ops": ("norm", "attention"), "exact": exact, "ttft": ttft}
 
 
 def run_section(
@@ -283,12 +346,15 @@ def run_section(
             print("  " + "  ".join(f"{key} {_text(value)}" for key, value in row.items()), flush=True)
             keep()
             plan.check_time()
-    except NoTimeLeft as reason:
+    except Skipped as reason:
         found["skipped"] = str(reason)
     except Exception as error:
         # One section that breaks must not cost the results of the others.
         logging.exception("The section %s broke", name)
         found["error"] = f"{type(error).__name__}: {error}"
+    names = {row.get("row") for row in rows}
+    if missing := [row for row in required_rows(plan).get(name, ()) if row not in names]:
+        found["missing"] = missing
 
 
 def _text(value: object) -> str:
@@ -304,13 +370,22 @@ def config_of(plan: Plan, sections: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version_of("triton"),
-        "vllm": _version_of("vllm"),
+        "vllm": None if plan.is_dry else find_vllm(),
         "weights": "random",
         "dry": plan.is_dry,
         "sections": list(sections),
         "stand_ins": STAND_INS,
         "verifies_frames": "xxhash" not in STAND_INS,
     }
+
+
+def find_vllm() -> str | None:
+    """Return the version of vLLM: the archive's, else the installed one's; None without vLLM."""
+    site = unpack_site()
+    if site is None:
+        return _version_of("vllm")
+    (packed,) = importlib.metadata.distributions(name="vllm", path=[str(site)])
+    return packed.version
 
 
 def _version_of(package: str) -> str | None:
@@ -324,12 +399,20 @@ def figures_of(sections: dict[str, Section]) -> list[Figure]:
     """What to look at first."""
     rows = [row for section in sections.values() for row in section["rows"]]
     wrong = sum("error" in one for one in sections.values()) + sum(not row.get("holds", True) for row in rows)
-    figures = [Figure.at_most("gpu_failures", wrong, 0, "", f"of {len(rows)} rows, and sections that broke")]
+    missing = [f"{name}: {row}" for name, one in sections.items() for row in one.get("missing", ())]
+    figures = [
+        Figure.at_most("gpu_failures", wrong, 0, "", f"of {len(rows)} rows, and sections that broke"),
+        Figure.at_most("gpu_rows_missing", len(missing), 0, "", "; ".join(missing)),
+    ]
     waits = [row["waits_a_pass"] for row in rows if row.get("waits_a_pass") is not None]
     if waits:
         detail = f"the most of {len(waits)} blends"
         bar = blending.WAITS_A_PASS_MAX
         figures.append(Figure.at_most("gpu_waits_a_pass", max(waits), bar, "", detail))
+    for row in rows:
+        if "share" in row:
+            detail = "the longest time between a decode's tokens beside a blend, of that beside its prefill"
+            figures.append(Figure.at_most("gpu_itl_share", row["share"], 0.6, "", detail))
     for name in ("ttft", "pass"):
         figures += _speedups(name, sections.get(name, {"rows": []})["rows"])
     return figures
@@ -361,9 +444,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing after so many minutes")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS)
+    parser.add_argument("--group", choices=GROUPS, help="the sections of one call")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results" / "gpu.json")
     arguments = parser.parse_args()
+    names = arguments.sections or GROUPS.get(arguments.group, list(SECTIONS))
     if not arguments.dry and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here; --dry runs tiny shapes on the CPU")
     deadline_s = time.perf_counter() + 60 * arguments.minutes
@@ -375,7 +460,7 @@ def main() -> None:
     head = {
         "benchmark": "gpu",
         "commit": scattered_attention.commit(),
-        "config": config_of(plan, arguments.sections),
+        "config": config_of(plan, names),
     }
     sections: dict[str, Section] = {}
 
@@ -383,10 +468,19 @@ def main() -> None:
         write_result(arguments.output, head, sections, finished=False)
 
     with torch.inference_mode():
-        for name in arguments.sections:
+        for name in names:
             run_section(name, plan, sections, keep)
     holds = write_result(arguments.output, head, sections, finished=True)
-    print(f"\n{'all of it holds' if holds else 'something does NOT hold'}: {arguments.output}")
+    print()
+    for name, section in sections.items():
+        for what in ("error", "skipped", "missing"):
+            if what in section:
+                print(f"{name}: {what}: {section[what]}")
+        for row in section["rows"]:
+            if not row.get("holds", True):
+                print(f"{name}: does NOT hold: {row.get('row')}")
+    verdict = "what was measured holds" if holds else "something does NOT hold, or is missing"
+    print(f"{verdict}: {arguments.output}")
     if not holds:
         raise SystemExit(1)
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -62,7 +63,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     found: dict[str, Any] = json.loads(output.read_text())
-    return found
+    return {**found, "said": ran.stdout}
 
 
 def test_every_section_runs_on_a_bare_machine(dry: dict[str, Any]) -> None:
@@ -71,8 +72,11 @@ def test_every_section_runs_on_a_bare_machine(dry: dict[str, Any]) -> None:
     assert dry["config"]["stand_ins"] == ["blake3", "xxhash", "pydantic"]
     assert not dry["config"]["verifies_frames"]
     assert dry["config"]["dry"]
-    for name in ("kernel", "codecs", "loading", "counted", "pass"):
+    for name in benchmark.GROUPS["parts"]:
         assert dry["sections"][name]["rows"], name
+        assert "missing" not in dry["sections"][name]
+    for name in benchmark.GROUPS["engine"]:
+        assert f"{name}: skipped: vLLM needs a GPU\n" in dry["said"]
 
 
 def test_no_selection_waits_or_copies_from_pageable_memory(dry: dict[str, Any]) -> None:
@@ -118,8 +122,9 @@ def test_a_section_that_breaks_does_not_take_the_others_along(monkeypatch: pytes
     found = run_sections("kernel", "codecs")
     assert found["kernel"]["error"] == "RuntimeError: out of memory"
     assert len(found["codecs"]["rows"]) == 5
-    (failures,) = benchmark.figures_of(found)
+    failures, missing = benchmark.figures_of(found)
     assert (failures.value, failures.holds) == (1, False)
+    assert (missing.value, missing.holds) == (4, False), "each required row of the kernel"
 
 
 def test_a_case_of_the_kernel_that_breaks_does_not_take_the_others_along(
@@ -131,7 +136,7 @@ def test_a_case_of_the_kernel_that_breaks_does_not_take_the_others_along(
         return implementation_of(case, device)
 
     monkeypatch.setattr(benchmark, "implementation_of", broken)
-    rows = {row["case"]: row for row in benchmark.kernel_rows(plan_of())}
+    rows = {row["row"]: row for row in benchmark.kernel_rows(plan_of())}
     assert rows["head-dim-256"]["error"] == "RuntimeError: out of resource: shared memory"
     assert [name for name, row in rows.items() if not row["holds"]] == ["head-dim-256"]
     assert {"fp16", "head-dim-80", "group-3", "never_reads_ahead llama-70b"} <= set(rows)
@@ -162,37 +167,87 @@ def test_a_length_is_left_out_that_would_not_end_in_time(monkeypatch: pytest.Mon
         assert found["skipped"].startswith("the rest: ")
 
 
-def test_a_part_with_vllm_has_its_own_process_and_limit() -> None:
-    plan = plan_of(time.perf_counter() + 60.0)
-    assert benchmark._run_python(plan, ["-c", "print('said')"], 50.0) == (0, "said\n")
-    status, _ = benchmark._run_python(plan, ["-c", "import signal; signal.pause()"], 0.1)
-    assert status is None
-    with pytest.raises(benchmark.NoTimeLeft):
-        benchmark._run_python(plan_of(time.perf_counter() + benchmark.LEAST_S), [], 50.0)
+@pytest.fixture(autouse=True)
+def nothing_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in .gpu."""
+    monkeypatch.setattr(benchmark, "unpack_site", lambda: None)
+
+
+def lines_of(arguments: list[str], limit_s: float) -> tuple[int | None, list[str]]:
+    with benchmark.running_python(arguments, limit_s) as process:
+        assert process.stdout is not None
+        lines = process.stdout.readlines()
+    return process.returncode, lines
+
+
+def test_a_part_with_vllm_has_its_own_process_path_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    status, (path,) = lines_of(["-c", "import os; print(os.environ['PYTHONPATH'])"], 50.0)
+    assert status == 0
+    assert path.strip().split(os.pathsep)[0] == str(REPOSITORY)
+    assert path.strip().endswith(f"{os.pathsep}/theirs")
+    status, _ = lines_of(["-c", "import signal; signal.pause()"], 0.1)
+    assert status == -signal.SIGKILL
+
+
+PRINTED = {
+    "row": "8192 query r=0.15",
+    "shape": "8b",
+    "context": 8192,
+    "selection": "query r=.15",
+    "speedup": 3.0,
+}
+ITL = {"row": "itl", "share": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("status", "kept"),
+    ("ending", "kept"),
     [
-        (0, {}),
-        (None, {"skipped": "the rest: stopped after 150 s at the latest"}),
-        (1, {"error": "RuntimeError"}),
+        ("", {}),
+        ("signal.pause()", {"error": f"RuntimeError: exit status {-signal.SIGKILL} within "}),
+        ("raise SystemExit(3)", {"error": "RuntimeError: exit status 3 within "}),
     ],
 )
 def test_what_vllm_measured_is_kept_however_it_ends(
-    status: int | None, kept: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ending: str, kept: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = {"shape": "mistral-7b-layers", "context": 4088, "selection": "r=0", "full_ms": 9.0, "speedup": 3.0}
-    output = f"INFO of vLLM\n{json.dumps(row)}\n"
-    monkeypatch.setattr(benchmark, "_version_of", lambda _package: "0.32.0")
-    monkeypatch.setattr(benchmark, "_run_python", lambda *_: (status, output))
+    lines = [f"print('{text}', flush=True)" for text in ("INFO", json.dumps(PRINTED), json.dumps(ITL))]
+    code = "\n".join(["import signal", *lines, ""])
+    running = benchmark.running_python
+    monkeypatch.setattr(
+        benchmark, "running_python", lambda _, limit_s: running(["-c", code + ending], limit_s)
+    )
+    monkeypatch.setitem(benchmark.LIMITS_S, "ttft", 3.0)
+    monkeypatch.setattr(benchmark, "find_vllm", lambda: "0.32.0")
     monkeypatch.setattr(benchmark.Plan, "is_dry", False)
     found = run_sections("ttft")
-    (_, speedup) = benchmark.figures_of(found)
-    assert (speedup.name, speedup.value) == ("gpu_ttft_speedup_mistral-7b-layers_4088", 3.0)
+    figures = {figure.name: figure for figure in benchmark.figures_of(found)}
+    assert figures["gpu_ttft_speedup_8b_8192"].value == 3.0
+    assert figures["gpu_itl_share"].holds
+    assert figures["gpu_failures"].holds is not bool(kept)
     section = found["ttft"]
-    assert section.pop("rows") == [row]
+    assert section.pop("rows") == [PRINTED, ITL]
     assert {name: text[: len(kept.get(name, ""))] for name, text in section.items()} == kept
+
+
+def test_a_missing_vllm_does_not_pass_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "_version_of", lambda _package: None)
+    monkeypatch.setattr(benchmark.Plan, "is_dry", False)
+    found = run_sections("exact")
+    assert "make gpu-pack" in found["exact"]["skipped"]
+    assert found["exact"]["missing"][0] == "FLASH_ATTN r=1"
+    missing = {figure.name: figure for figure in benchmark.figures_of(found)}["gpu_rows_missing"]
+    assert (missing.value, missing.holds) == (6, False)
+
+
+def test_a_required_row_without_a_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_row(_plan: benchmark.Plan) -> Iterator[dict[str, Any]]:
+        yield {"row": "raw", "holds": True}
+
+    monkeypatch.setitem(benchmark.SECTIONS, "codecs", one_row)
+    found = run_sections("codecs")
+    assert "int8" in found["codecs"]["missing"]
+    assert "raw" not in found["codecs"]["missing"]
 
 
 def test_every_row_is_written_when_it_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -220,7 +275,7 @@ def test_a_blend_that_waits_inside_a_layer_does_not_hold(monkeypatch: pytest.Mon
     (measured,) = blending.measure_pass(blending.TINY, 200, selections, plan.device, 1)
     row = {"shape": "tiny", **measured}
     assert (row["waits_a_pass"], row["holds"]) == (2, False)
-    failures, waits = benchmark.figures_of({"pass": {"rows": [row]}})[:2]
+    failures, _, waits = benchmark.figures_of({"pass": {"rows": [row]}})[:3]
     assert (failures.holds, waits.name, waits.value, waits.holds) == (False, "gpu_waits_a_pass", 2, False)
 
 
