@@ -21,6 +21,8 @@ NO_CHUNK = "no_chunk_cached"
 """Reason of a prefill: the store holds none of the prompt's chunks, and none will be saved of itself."""
 NOT_SAVED_YET = "not_saved_yet"
 """Reason of a prefill where passages are discovered: they are saved when, or because, they recur."""
+CACHE_RESET = "cache_reset"
+"""Reason why a blend or save ended: vLLM emptied its KV cache, for `/pause`, `/sleep` or a weight update."""
 TICKET = "kintsugi_ticket"
 """Name of an extra argument of a request. At the first token, the scheduler reports the accounting under the
 argument's value, because vLLM loses the request's own report if a stop string aborts it."""

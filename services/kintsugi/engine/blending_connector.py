@@ -38,6 +38,7 @@ from kintsugi.engine.scheduler.events import announce_exact_only
 from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
 from kintsugi.engine.scheduler.hashing import Salts
 from kintsugi.engine.scheduler.requests import Parking
+from kintsugi.engine.scheduler.resets import give_up_on_reset
 from kintsugi.engine.scheduler.selftest import check_names
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.engine.scheduler.stats import BlendPromMetrics, BlendStats
@@ -153,6 +154,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if gpu_block_pool.enable_kv_cache_events:
             announce_exact_only(gpu_block_pool)
         self._scheduler.idle_saves.pool = gpu_block_pool
+        give_up_on_reset(gpu_block_pool, self._scheduler.give_up_parked)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)

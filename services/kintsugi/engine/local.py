@@ -53,6 +53,8 @@ FORCED_KEY = "kintsugi_forced"
 FORCING = "kintsugi.engine.forcing:TeacherForcing"
 """Value of vLLM's argument `logits_processors` for engines that accept `Prompt.forced`."""
 GENERATE_TIMEOUT_S = 900.0
+IDLE_S = 0.001
+"""A step without outputs that takes less has computed nothing; the next one begins so long after it."""
 STOPS_MAX = 16
 BIASES_MAX = 1024
 _Whole = Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 63)]
@@ -231,8 +233,13 @@ class LocalEngine:
             if waiting and all(request.generation is not None for request in running.values()):
                 time.sleep(max(0.0, started_s + waiting[0][2] - time.perf_counter()))
                 continue
-            for output in self.llm.llm_engine.step():
+            stepped_s = time.perf_counter()
+            outputs = self.llm.llm_engine.step()
+            for output in outputs:
                 running[output.request_id].take(output, time.perf_counter())
+            if not outputs and time.perf_counter() - stepped_s < IDLE_S:
+                # Every request waits, perhaps for the store, whose threads need the processor.
+                time.sleep(IDLE_S)
         return [request.generation for request in running.values() if request.generation is not None]
 
     def save(
@@ -310,9 +317,13 @@ class LocalEngine:
         """Shut the engine down and free its memory. Idempotent."""
         if self.llm is None:
             return
+        import torch
+
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the next engine of this process measures what is free
 
     def _ids(self, count: int) -> list[str]:
         """Return new request ids."""

@@ -109,6 +109,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     blends: list[BlendJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    cache_is_reset: bool = False
+    """Whether the cache blocks of all work so far have lost their content. It comes before the step's new
+    work."""
     probes: list[ProbeJob] = field(default_factory=list)
     discovered: list[SaveJob] = field(default_factory=list)
     """Saves of discovered segments, for which no request waits. A step begins at most one batch."""
@@ -119,9 +122,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     @property
     def is_empty(self) -> bool:
         """Whether the step has no new work, no cancellation and no share for idle saves."""
-        return not (
-            self.blends or self.saves or self.cancelled or self.probes or self.discovered or self.idle_tokens
-        )
+        work = (self.blends, self.saves, self.cancelled, self.probes, self.discovered)
+        return not (any(work) or self.cache_is_reset or self.idle_tokens)
 
 
 @dataclass(frozen=True)

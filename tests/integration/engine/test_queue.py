@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kintsugi.engine.local import LocalEngine, Prompt, _Running
+from kintsugi.engine.local import LocalEngine, Prompt, _Running, save_prompt
+from kintsugi.store.client.ram import RamStore
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -139,3 +141,49 @@ def test_when_the_first_of_identical_prompts_is_aborted_the_others_go_on(
     assert outcomes(answers)[1] in ("blended", "prefix_hit")
     alone = ask_cold(engine, prompt.token_ids, max_tokens=4)
     assert [answer.token_ids for answer in answers.values()] == [alone.token_ids] * 2
+
+
+def in_flight(engine: LocalEngine) -> list[bool]:
+    """Whether each parked request's blend still runs."""
+    return [state.in_flight for state in engine._scheduler._states.values() if state.block_ids]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_cache_is_emptied_while_blends_hold_blocks(
+    has_ended: bool, engine: LocalEngine, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `/pause?mode=keep` and `/reset_prefix_cache?reset_running_requests=true` do."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    arrives = threading.Event()
+    stream = RamStore.stream
+
+    def late(self: RamStore, *args: Any, **kwargs: Any) -> Any:
+        assert arrives.wait(60.0)
+        return stream(self, *args, **kwargs)
+
+    monkeypatch.setattr(RamStore, "stream", late)
+    prompts = [arranged(0), arranged(1)]
+    for index, prompt in enumerate(prompts):
+        steps.submit(f"kept-{index}", prompt_of(prompt, ratio=1.0))
+    steps.submit("save", save_prompt(PREFIX, random_tokens(90, 77), NAMESPACE))
+    while len(steps.parked) < 2 or True not in in_flight(engine):
+        steps.step()
+    if has_ended:
+        arrives.set()
+        while False not in in_flight(engine):
+            steps.step()
+    core.pause_scheduler("keep")
+    assert core.is_scheduler_paused()
+    arrives.set()
+    core.resume_scheduler()
+    answers = steps.run()
+    del answers["save"]
+    assert "failed" in outcomes(answers)
+    for prompt, answer in zip(prompts, answers.values(), strict=True):
+        if answer.accounting["outcome"] == "failed":
+            assert answer.accounting["reason"].startswith("cache_reset: ")
+        alone = ask_cold(engine, prompt.token_ids, max_tokens=4)
+        assert answer.token_ids == alone.token_ids
+        assert max_dlogprob(alone, answer) <= 0.01
+    again = ask_cold(engine, prompts[0].token_ids, prompts[0].params(1.0))
+    assert (again.accounting or {})["outcome"] == "blended"

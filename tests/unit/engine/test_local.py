@@ -12,6 +12,7 @@ import pytest
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, NotFound, Unavailable
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import Span
+from kintsugi.engine import local
 from kintsugi.engine.local import LocalEngine, Prompt, save_prompt, transfer_config
 
 
@@ -139,3 +140,24 @@ def test_closing_twice_is_closing_once() -> None:
     with LocalEngine(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))) as engine:
         engine.close()
     assert stops == [1]
+
+
+def test_steps_that_compute_nothing_leave_the_processor_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalEngine, "_submit", submit_nothing)
+    slept_s: list[float] = []
+    monkeypatch.setattr(local.time, "sleep", slept_s.append)
+    engine, _ = engine_of([], [], [delta("local-0", 7, finished=True)])
+    assert engine.generate([Prompt([1, 2], max_tokens=1)])[0].token_ids == [7]
+    assert slept_s == [local.IDLE_S] * 2
+
+
+def test_a_closed_engine_returns_its_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next engine of the process gets as much."""
+    calls: list[str] = []
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: calls.append("emptied"))
+    engine, scripted = engine_of()
+    scripted.engine_core = SimpleNamespace(shutdown=lambda: calls.append("shut down"))  # type: ignore[attr-defined]
+    engine.close()
+    engine.close()
+    assert calls == ["shut down", "emptied"]

@@ -279,6 +279,11 @@ class IdleSaves:
             return quiet_s < HOLD_S
         return quiet_s < AWAKE_S and self._discovery.backlog.is_due and not self._is_store_suspended
 
+    @property
+    def block_ids(self) -> list[int]:
+        """Ids of the cache blocks of the current batch."""
+        return [block.block_id for block in self._blocks]
+
     def wake(self) -> None:
         """Keep the engine stepping for the same time as after a request."""
         self._busy_s = self._clock()
@@ -337,7 +342,7 @@ class IdleSaves:
 
     def _jobs(self, parts: Sequence[_Part]) -> list[SaveJob]:
         """Make the jobs of the parts, over the blocks of the current batch."""
-        ids = iter([block.block_id for block in self._blocks])
+        ids = iter(self.block_ids)
         leads: dict[ChunkSpace, tuple[list[int], ...]] = {}
         """The block tables of each copy's first part."""
         jobs = []

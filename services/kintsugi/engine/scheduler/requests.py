@@ -83,6 +83,8 @@ class RequestState:
     job: BlendJob | None = None
     """The job of the last claim, passed to the worker when blocks are allocated."""
     in_flight: bool = False
+    block_ids: tuple[list[int], ...] = ()
+    """Ids of the cache blocks of the last claim, per KV cache group."""
     ordinary_hasher: hashing.BlockHasher | None = None
     num_prefix_cached: int = 0
     computed_instead: frozenset[int] = frozenset()

@@ -29,7 +29,7 @@ from kintsugi.engine.protocol import (
     StepMetadata,
     WorkerReport,
 )
-from kintsugi.engine.scheduler import hashing
+from kintsugi.engine.scheduler import hashing, resets
 from kintsugi.engine.scheduler.discovery import Discovery, IdleSaves
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.hashing import Salts
@@ -130,10 +130,7 @@ class SchedulerSide:
         except (InvalidField, NotBlendable) as error:
             self._refuse(request, error)
         except Exception as defect:
-            logger.exception(
-                "Request %s could not be admitted because of a defect; it is prefilled in full",
-                request.request_id,
-            )
+            logger.exception("Request %s is prefilled in full: it was not admitted", request.request_id)
             self._states.pop(request.request_id, None)
             self._refuse(request, defect)
 
@@ -260,10 +257,7 @@ class SchedulerSide:
         try:
             return self._claim(request, state, num_computed)
         except Exception as defect:
-            logger.exception(
-                "Request %s could not be planned because of a defect; it is prefilled in full",
-                request.request_id,
-            )
+            logger.exception("Request %s is prefilled in full: it was not planned", request.request_id)
             state.accounting = state.accounting or decline(defect)
             return 0, False
 
@@ -482,7 +476,7 @@ class SchedulerSide:
         if state is None or num_external == 0:
             return
         block_ids = tuple(blocks.get_block_ids())
-        state.in_flight = True
+        state.in_flight, state.block_ids = True, block_ids
         if state.params.op.prefills_chunk:
             self._saves.park(request.request_id, request.num_tokens, None)
             prompt = TokenIds.of(request.prompt_token_ids)
@@ -497,12 +491,18 @@ class SchedulerSide:
             tokens = dataclasses.replace(state.job.tokens, block_ids=block_ids)
             self._metadata.blends.append(dataclasses.replace(state.job, tokens=tokens))
 
+    def give_up_parked(self, num_used: int) -> bool:
+        """Give up all parked requests if they hold all ``num_used`` cache blocks (`resets`)."""
+        others = self.idle_saves.block_ids
+        given_up = resets.give_up(self._states.values(), others, num_used, self.has_windows)
+        self._metadata.cache_is_reset |= given_up
+        return given_up
+
     def update(self, report: WorkerReport | None) -> None:
         """Process the workers' report, if they have one, before the scheduler releases finished requests."""
         if report is None:
             return
-        if report.unable is not None:
-            self.declined_because = report.unable
+        self.declined_because = report.unable or self.declined_because
         try:
             self._learn_from(report)
         except Exception:

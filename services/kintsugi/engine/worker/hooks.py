@@ -85,7 +85,7 @@ HOOKS = _read_hooks(
 {_CONNECTOR}.v1.base: KVConnectorBase_V1.has_pending_push_work SupportsHMA.request_finished_all_groups
 {_CONNECTOR}.v1.metrics: KVConnectorPromMetrics KVConnectorStats
 vllm: SamplingParams __version__
-vllm.config: CUDAGraphMode ModelConfig VllmConfig
+vllm.config: CacheConfig CUDAGraphMode ModelConfig VllmConfig
 vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_tp_group
 vllm.distributed: tensor_model_parallel_all_gather tensor_model_parallel_all_reduce
 vllm.distributed.kv_events: BlockStored
@@ -99,7 +99,7 @@ vllm.v1.attention.backend: CommonAttentionMetadata(query_start_loc_cpu, block_ta
 vllm.v1.attention.backend: CommonAttentionMetadata(positions, seq_lens_cpu_upper_bound)
 vllm.v1.core.block_pool: BlockPool.cache_full_blocks BlockPool.emit_cached_block_events
 vllm.v1.core.block_pool: BlockPool.free_blocks BlockPool.get_new_blocks(num_blocks)
-vllm.v1.core.block_pool: BlockPool.get_num_free_blocks
+vllm.v1.core.block_pool: BlockPool.get_num_free_blocks BlockPool.evict_blocks BlockPool.reset_prefix_cache
 vllm.v1.core.kv_cache_manager: KVCacheManager(kv_cache_config, max_model_len, scheduler_block_size)
 vllm.v1.core.kv_cache_manager: KVCacheManager(hash_block_size, enable_caching)
 vllm.v1.core.kv_cache_utils: BlockHash init_none_hash maybe_convert_block_hash resolve_block_hashes

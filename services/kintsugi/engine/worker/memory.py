@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 
 import torch
+from vllm.config import CacheConfig
+from vllm.logger import init_logger
 
 from kintsugi.engine.protocol import BlendJob
 from kintsugi.engine.worker.model import Layer, LoadedModel
@@ -20,9 +22,15 @@ from kintsugi.fusor.loader import PREFETCH_LAYERS
 from kintsugi.fusor.selectors import Selector, depends_on_question, make_selector
 from kintsugi.fusor.staging import keep_for_loading
 
+logger = init_logger(__name__)
+
+SHARE_OF_REST = 0.6
+"""Share for passes of the memory that vLLM leaves unused. The rest is for what vLLM's profile does not
+include: CUDA graphs and fragments."""
+
 SHARE_OF_FREE = 0.25
-"""Share of the free memory for passes. vLLM has freed its working memory and allocates it again from the
-rest."""
+"""Share of the free memory for passes where the size of vLLM's KV cache is fixed. vLLM has freed its working
+memory, of unknown size, and allocates it again from the rest."""
 
 LAYERS_IN_USE = 3
 """Layers of loaded KV that a pass holds beside the prefetched ones: the layer in use, the layer being
@@ -32,24 +40,55 @@ ROTATION_LAYERS = 3
 """Memory for rotating a layer's keys, in layers of 16-bit KV, half of which is K: the stored keys, the keys
 in fp32, and in fp32 two products and a difference of half the keys each."""
 
+LAYERS_OF_KV = PREFETCH_LAYERS + LAYERS_IN_USE + ROTATION_LAYERS
+"""Layers of loaded KV that a pass holds, without those that it keeps after the question's pass."""
+
 HIDDEN_COPIES = 5
 """Copies of hidden states: states and residuals of a layer's input and output, and one while units are
 joined."""
 
 
-def reserve_memory(device: torch.device) -> float:
+def find_room(device: torch.device, cache: CacheConfig) -> float:
+    """Return the bytes that passes may use on this rank; inf on a CPU."""
+    if device.type == "cpu":
+        return math.inf
+    free, total = torch.cuda.mem_get_info(device)
+    if cache.kv_cache_memory_bytes:
+        return int(SHARE_OF_FREE * free)
+    # vLLM's working memory, free at present, is in its own share.
+    return int(SHARE_OF_REST * min(free, (1 - cache.gpu_memory_utilization) * total))
+
+
+def warn_of_short_memory(model: LoadedModel) -> None:
+    """Log which prompts will be too long to be blended, if some are, and what would help. Call at start."""
+    config = model.vllm_config
+    room, length_max = find_room(model.device, config.cache_config), config.model_config.max_model_len
+    hidden_bytes = HIDDEN_COPIES * config.model_config.get_hidden_size()
+    token_bytes = (LAYERS_OF_KV * model.kv_width + hidden_bytes) * model.dtype.itemsize
+    if room < length_max * token_bytes:
+        logger.warning(
+            "Prompts of more than about %d tokens are prefilled in full (device_memory): a blend of "
+            "max_model_len=%d tokens needs up to %d MiB beside vLLM's share of the device, and %d MiB are "
+            "reserved; lower gpu_memory_utilization to blend longer prompts",
+            room // token_bytes,
+            length_max,
+            length_max * token_bytes >> 20,
+            int(room) >> 20,
+        )
+
+
+def reserve_memory(device: torch.device, cache: CacheConfig) -> float:
     """Reserve memory for passes. Returns the bytes that they may use on every rank: inf on a CPU, 0 if the
     memory cannot be allocated. All ranks must call it together, after vLLM has captured its CUDA graphs,
     which empties torch's caches."""
-    if device.type == "cpu":
-        return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    budget = int(SHARE_OF_FREE * free)
+    budget = find_room(device, cache)
+    if math.isinf(budget):
+        return budget
     try:
-        keep_for_loading(budget, device)
+        keep_for_loading(int(budget), device)
     except torch.OutOfMemoryError:
         budget = 0
-    return min_over_ranks(budget)
+    return min_over_ranks(int(budget))
 
 
 def pass_bytes(model: LoadedModel, job: BlendJob) -> int:
@@ -64,7 +103,7 @@ def pass_bytes(model: LoadedModel, job: BlendJob) -> int:
     # The engine's prefix cache may hold the beginning of the first hit.
     loaded_tokens = sum(hit.end - max(hit.start, start) for hit in job.plan.hits)
     kept = [not scratch[layer.group.index] for layer in model.layers]
-    layers = PREFETCH_LAYERS + LAYERS_IN_USE + ROTATION_LAYERS + _num_layers_asked(selector, kept)
+    layers = LAYERS_OF_KV + _num_layers_asked(selector, kept)
     loaded = layers * loaded_tokens * model.kv_width * model.dtype.itemsize
 
     # Every token is embedded; layers compute those that are left after the selector.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,12 +76,21 @@ def _run_kernels(model: LoadedModel) -> None:
     """Run every variant of the kernel for scattered tokens in each layer that it serves."""
     started, served = time.perf_counter(), [layer for layer in model.layers if layer.group.kernel_serves]
     length_max: int = model.vllm_config.model_config.max_model_len
-    for layer in served:
+    # Layers of one kind use the same variants.
+    for layer in {_kernel_kind(layer.attention): layer for layer in served}.values():
         block_size = layer.group.block_size
         run_variants(layer.attention, model.dtype, -(-length_max // block_size) * block_size)
     if served:
         torch.cuda.synchronize(model.device)  # so that an error on the device is raised here
         logger.info("The kernel for scattered tokens was ready in %.2f s", time.perf_counter() - started)
+
+
+def _kernel_kind(attention: Any) -> tuple[object, ...]:
+    """Return what a layer's variants of the kernel depend on."""
+    sizes = (attention.num_heads, attention.num_kv_heads, attention.head_size, attention.kv_cache.stride())
+    impl = attention.impl
+    limits = (getattr(impl, name, None) for name in ("sliding_window", "logits_soft_cap", "scale"))
+    return (*sizes, *map(str, limits), getattr(impl, "sinks", None) is None)
 
 
 def _run_checks(model: LoadedModel) -> None:

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kintsugi.core.accounting import WEIGHTS_CHANGED, Accounting, Outcome
+from kintsugi.core.accounting import CACHE_RESET, WEIGHTS_CHANGED, Accounting, Outcome
 from kintsugi.core.errors import KintsugiError, NotBlendable, NotFound, SelfTestFailed
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
@@ -33,12 +33,12 @@ from kintsugi.engine.protocol import (
     WorkerReport,
 )
 from kintsugi.engine.worker.anatomy import learn_model
-from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
+from kintsugi.engine.worker.memory import pass_bytes, reserve_memory, warn_of_short_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
 from kintsugi.engine.worker.saves import IdleSavePasses, SaveBatch, num_saves_together, outcome_of
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
-from kintsugi.engine.worker.streams import read_and_drop, stream_chunks
+from kintsugi.engine.worker.streams import STORE_SHARE, read_and_drop, stream_chunks
 from kintsugi.engine.worker.support import find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
@@ -101,6 +101,8 @@ class WorkerSide:
         self._save: SaveBatch | None = None
         self._puts: dict[str, Future[Accounting]] = {}
         """Running puts of chunks, and running audits, by request id."""
+        self._puts_without_kv: set[str] = set()
+        """Those of `_puts` whose cache blocks have lost their content meanwhile."""
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
         self._idle_saves = IdleSavePasses(
             self._save_pass, self._put, self._put_threads, is_first_rank, self._has_stopped
@@ -121,8 +123,9 @@ class WorkerSide:
         if self._unable is not None:
             logger.warning("Blending is off, every prompt is prefilled in full: %s", self._unable)
             return
-        if self._try_on_all_ranks(partial(self._learn, kv_caches)):
-            self._try_on_all_ranks(self._test)
+        if self._try_on_all_ranks(partial(self._learn, kv_caches)) and self._try_on_all_ranks(self._test):
+            assert self._model is not None
+            warn_of_short_memory(self._model)
 
     def _try_on_all_ranks(self, act: Callable[[], None]) -> bool:
         """Call ``act``, and turn blending off on every rank if it fails on one: a rank alone in a layer would
@@ -176,6 +179,9 @@ class WorkerSide:
         with torch.inference_mode():
             for request_id in metadata.cancelled:
                 self._cancel(request_id)
+            if metadata.cache_is_reset:
+                self._give_up_everything(f"{CACHE_RESET}: vLLM emptied its cache during the pass")
+                self._puts_without_kv = set(self._puts)
             self._check_weights(metadata)
             self._accept(metadata)
             self._collect_puts()
@@ -259,7 +265,8 @@ class WorkerSide:
         def open_frames(share: slice) -> Frames:
             meter = Meter([hit.source for hit in plan.hits[share]], PREFETCH_LAYERS)
             meters.append(meter)
-            return meter.measure(stream_chunks(self._store, manifests[share], layers, heads, deadline_s))
+            stored_s = STORE_SHARE * deadline_s
+            return meter.measure(stream_chunks(self._store, manifests[share], layers, heads, stored_s))
 
         return LayerLoader(
             open_frames,
@@ -268,7 +275,7 @@ class WorkerSide:
             self._model.device,
             len(heads),
             depth=PREFETCH_LAYERS,
-            patience_s=2 * deadline_s,
+            patience_s=deadline_s,
         )
 
     def _check_weights(self, metadata: StepMetadata) -> None:
@@ -380,7 +387,7 @@ class WorkerSide:
         """Begin a blend, or fail it. Returns False if it must wait for memory."""
         assert self._model is not None
         if self._room_bytes is None:
-            self._room_bytes = reserve_memory(self._model.device)
+            self._room_bytes = reserve_memory(self._model.device, self._vllm_config.cache_config)
         request_id = job.tokens.request_id
         needed = pass_bytes(self._model, job)
         if needed > self._room_bytes and self._blends:
@@ -531,15 +538,9 @@ class WorkerSide:
 
     def _put(self, job: SaveJob, frames: list[memoryview], accounting: Accounting) -> Accounting:
         assert self._model is not None
+        identity = (job.space, job.key, job.anchors, job.chunk_end - job.chunk_start)
         manifest = ChunkManifest.of(
-            job.space,
-            job.key,
-            job.anchors,
-            job.chunk_end - job.chunk_start,
-            self._model.layout,
-            self._codec,
-            frames,
-            asked_at_s=job.asked_at_s,
+            *identity, self._model.layout, self._codec, frames, asked_at_s=job.asked_at_s
         )
         self._store.put(manifest, frames, accounting.compute_ms, job.ttl_s)
         return accounting
@@ -563,6 +564,7 @@ class WorkerSide:
             if not future.done():
                 continue
             del self._puts[request_id]
+            self._without_kv |= {request_id} & self._puts_without_kv
             self._finished[request_id] = outcome_of(future)
 
 

@@ -11,6 +11,10 @@ from kintsugi.fusor.control.estimates import Meter
 from kintsugi.store.client.merge import ShardStream
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 
+STORE_SHARE = 0.8
+"""The store's share of the time in which a layer must be loaded. It names the chunk that is late; after the
+rest, every chunk counts as lost."""
+
 
 def stream_chunks(
     store: ChunkStore,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context
 
@@ -347,7 +347,7 @@ def test_passes_load_on_one_stream_for_which_memory_is_reserved(monkeypatch: pyt
     with PretendCuda() as device:
         model = model_of(3, CUDA, kernel_serves=True)
         device.clear()
-        assert reserve_memory(CUDA) == 1 << 18
+        assert reserve_memory(CUDA, CacheConfig(gpu_memory_utilization=0.5)) == int(0.6 * (1 << 20))
         (reserved_on,) = device.streams
         for _ in range(2):
             blend(scene, model, Selection(0.3), 1000)

@@ -151,17 +151,50 @@ def test_it_judges_a_layer_as_the_stack_does(blocks: list[int], end: int) -> Non
         assert (found == 0) == stack.keeps_layer(layer)
 
 
+def cache_of(utilization: float, cache_bytes: int | None = None) -> Any:
+    return SimpleNamespace(gpu_memory_utilization=utilization, kv_cache_memory_bytes=cache_bytes)
+
+
 def test_a_cpu_reserves_nothing() -> None:
-    assert memory.reserve_memory(CPU) == float("inf")
+    assert memory.reserve_memory(CPU, cache_of(0.5)) == float("inf")
 
 
-def test_a_gpu_reserves_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cache", "reserved_gib"),
+    [
+        (cache_of(0.9), 0.6 * 8),  # 8 GiB outside vLLM's share, and its working memory of 2 GiB, are free
+        (cache_of(0.8), 0.6 * 10),  # others use the device
+        (cache_of(0.9, 1 << 30), 0.25 * 10),  # the share is not what limits vLLM
+    ],
+)
+def test_a_gpu_reserves_a_share_of_what_vllm_leaves(
+    cache: Any, reserved_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (8 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (10 << 30, 80 << 30))
     monkeypatch.setattr(memory, "min_over_ranks", lambda number: number - 1)
     monkeypatch.setattr(memory, "keep_for_loading", lambda size, _device: taken.append(size))
-    assert memory.reserve_memory(CUDA) == (2 << 30) - 1
-    assert taken == [2 << 30]
+    assert memory.reserve_memory(CUDA, cache) == taken[0] - 1
+    assert taken == [pytest.approx(reserved_gib * 2**30, abs=1)]
+
+
+def test_the_log_says_at_start_which_prompts_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(memory.logger, "warning", lambda text, *values: said.append(text % values))
+    model = model_of()
+    token_bytes = (PREFETCH + 3 + 3) * 2 * HEADS * HEAD_DIM * 2 + 5 * HIDDEN * 2
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (10 << 30, 80 << 30))
+    config: Any = model.vllm_config
+    config.cache_config = cache_of(1 - 1e-5)
+    room = int(0.6 * (80 << 30) * 1e-5)
+    config.model_config.max_model_len = room // token_bytes - 1
+    memory.warn_of_short_memory(model)
+    assert said == []
+    config.model_config.max_model_len += 2
+    memory.warn_of_short_memory(model)
+    (text,) = said
+    assert f"more than about {room // token_bytes} tokens" in text
+    assert "lower gpu_memory_utilization" in text
 
 
 def test_where_nothing_can_be_had_no_rank_blends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +204,7 @@ def test_where_nothing_can_be_had_no_rank_blends(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (8 << 30, 80 << 30))
     monkeypatch.setattr(memory, "min_over_ranks", lambda number: number)
     monkeypatch.setattr(memory, "keep_for_loading", refuse)
-    assert memory.reserve_memory(CUDA) == 0
+    assert memory.reserve_memory(CUDA, cache_of(0.9)) == 0
 
 
 def test_the_first_blend_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +212,7 @@ def test_the_first_blend_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
     reserved: list[torch.device] = []
     begun: list[int] = []
 
-    def reserve(device: torch.device) -> float:
+    def reserve(device: torch.device, _cache: Any) -> float:
         reserved.append(device)
         return 1e7
 
@@ -191,7 +224,10 @@ def test_the_first_blend_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerSide, "_stored_codec", lambda worker, _model: worker._codec)
     monkeypatch.setattr(side, "LoadedWeights", lambda *_arguments: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(WorkerSide, "_begin_blend", lambda _worker, _job, size: begun.append(size))
-    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
+    monkeypatch.setattr(side, "warn_of_short_memory", lambda _model: None)
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64), cache_config=cache_of(0.9)
+    )
     groups: Any = None
     worker = WorkerSide(config, groups, EngineConfig(store="memory:", self_test=False), RamStore(), 64)
     try:

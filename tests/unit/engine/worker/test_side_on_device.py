@@ -4,6 +4,7 @@ checked. There is no GPU here: `PretendCuda` counts the waits and says when the 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -50,7 +51,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: torch.device, slice_tokens: int) -> None:
         monkeypatch.setattr(side_module, "pass_bytes", lambda *_job: 0)
-        monkeypatch.setattr(side_module, "reserve_memory", lambda _device: math.inf)
+        monkeypatch.setattr(side_module, "reserve_memory", lambda *_: math.inf)
         self.scene: Scene = scene_of(LAYERS, Codec.RAW)
         model = model_of(LAYERS, device, kernel_serves=True)
         whole: Any = model.root.embedding
@@ -316,3 +317,60 @@ def test_blending_is_off_on_every_rank_if_one_cannot(
     }
     assert flags == expected[fails_in]
     side.close()
+
+
+def test_a_layer_has_one_deadline(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of several blocks its engine's step for a layer: for `layer_deadline_ms`, not longer."""
+    given_s: list[float] = []
+    stream = type(bench.scene.store).stream
+
+    def noting(*arguments: Any) -> Any:
+        given_s.append(arguments[-1])
+        return stream(*arguments)
+
+    monkeypatch.setattr(type(bench.scene.store), "stream", noting)
+    bench.step(bench.blend())
+    (blend,) = bench.side._blends.values()
+    assert blend.work._loader is not None
+    assert blend.work._loader.patience_s == EngineConfig().layer_deadline_ms / 1e3
+    assert given_s
+    assert max(given_s) < blend.work._loader.patience_s, "the store says first which chunk is late"
+    bench.finish()
+
+
+def test_what_is_in_flight_when_vllm_empties_its_cache_has_no_kv(bench: Bench) -> None:
+    bench.step(bench.blend())
+    assert bench.side._blends
+    bench.step(StepMetadata(cache_is_reset=True))
+    results = bench.side.take_finished()
+    assert results.finished_recving == results.failed_recving == {"asked"}
+    report = bench.side.take_report()
+    assert report is not None
+    assert str(report.finished["asked"].reason).startswith("cache_reset: ")
+    bench.step()
+    assert not bench.side._has_work
+
+
+def test_a_chunk_that_is_put_when_vllm_empties_its_cache_is_stored(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But its request's blocks are empty: vLLM computes it."""
+    stored = threading.Event()
+    put = WorkerSide._put
+
+    def late(*arguments: Any) -> Accounting:
+        assert stored.wait(60.0)
+        return put(*arguments)
+
+    monkeypatch.setattr(WorkerSide, "_put", late)
+    bench.step(bench.save())
+    while not bench.side._puts:
+        bench.step()
+    bench.step(StepMetadata(cache_is_reset=True))
+    stored.set()
+    while not (results := bench.side.take_finished()).finished_recving:
+        bench.step()
+    assert results.finished_recving == results.failed_recving
+    report = bench.side.take_report()
+    assert report is not None
+    assert {one.outcome for one in report.finished.values()} == {Outcome.SAVED}

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from kintsugi.fusor.attention import attend_scattered
 
 BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Backends whose cache is `[blocks, kv_heads, block_size, 2 · head_dim]`, K before V in each row."""
+
+COMPILING_THREADS = 8
+"""Threads that compile variants of the GPU kernel at start."""
 
 RUNS_MIN = 16
 """Minimum runs for the GPU kernel. For fewer runs the backend's own kernel is as fast."""
@@ -81,36 +86,45 @@ def replace_attention_impl(attention: Any, rows: ScatteredRows) -> Iterator[None
 
 def run_variants(attention: Any, dtype: torch.dtype, context_max: int) -> None:
     """Run every variant of the GPU kernel that this layer can need over at most ``context_max`` positions, so
-    that none is compiled, or fails on the device, while requests wait. Queries of ``dtype`` are zeros; K and
-    V are the contents of block 0.
+    that none is compiled, or fails on the device, while requests wait. Several threads compile, because a
+    variant takes a second or two. Queries of ``dtype`` are zeros; K and V are the contents of block 0.
 
     Raises `SelfTestFailed` with the first variant that does not run.
     """
     from kintsugi.fusor.kernels.scattered import variant_sizes
 
+    group, row_bytes = attention.num_heads // attention.num_kv_heads, attention.head_size * dtype.itemsize
+    sizes = variant_sizes(group, row_bytes, context_max)
+    device = attention.kv_cache.device
+    # A new thread has device 0 as its current one.
+    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(COMPILING_THREADS, "kintsugi-compile", prepare) as threads:
+        runs = [threads.submit(_run_variant, attention, dtype, *size) for size in sizes]
+        for run in runs:
+            run.result()
+
+
+@torch.inference_mode()
+def _run_variant(attention: Any, dtype: torch.dtype, num_tokens: int, context: int) -> None:
+    """Run the kernel over block 0, repeated, on the current thread. Raises `SelfTestFailed`."""
     heads, width, cache = attention.num_heads, attention.head_size, attention.kv_cache
     block_size, device = cache.shape[2], cache.device
-    for num_tokens, context in variant_sizes(
-        heads // attention.num_kv_heads, width * dtype.itemsize, context_max
-    ):
-        query = torch.zeros(num_tokens, heads, width, dtype=dtype, device=device)
-        rows = ScatteredRows(
-            torch.arange(context - num_tokens, context, dtype=torch.int32, device=device),
-            torch.zeros(-(-context // block_size), dtype=torch.int32, device=device),
-        )
-        try:
-            with replace_attention_impl(attention, rows):
-                attention.impl.forward(
-                    attention, query, query, query, cache, None, output=torch.empty_like(query)
-                )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as defect:
-            problem = " ".join(f"{type(defect).__name__}: {defect}".split())
-            raise SelfTestFailed(
-                f"the kernel for scattered tokens does not run on this GPU ({num_tokens} queries of {heads} "
-                f"heads of {width} over {context} positions): {problem}; update Triton, or report this"
-            ) from defect
+    query = torch.zeros(num_tokens, heads, width, dtype=dtype, device=device)
+    rows = ScatteredRows(
+        torch.arange(context - num_tokens, context, dtype=torch.int32, device=device),
+        torch.zeros(-(-context // block_size), dtype=torch.int32, device=device),
+    )
+    impl, output = _KernelImpl(attention.impl, attention, rows), torch.empty_like(query)
+    try:
+        impl.forward(attention, query, query, query, cache, None, output=output)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as defect:
+        problem = " ".join(f"{type(defect).__name__}: {defect}".split())
+        raise SelfTestFailed(
+            f"the kernel for scattered tokens does not run on this GPU ({num_tokens} queries of {heads} "
+            f"heads of {width} over {context} positions): {problem}; update Triton, or report this"
+        ) from defect
 
 
 class _KernelImpl:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kintsugi.engine.worker.attention.scattered import ScatteredRows, kernel_serves, replace_attention_impl
+from kintsugi.core.errors import SelfTestFailed
+from kintsugi.engine.worker.attention import scattered
+from kintsugi.engine.worker.attention.scattered import (
+    ScatteredRows,
+    kernel_serves,
+    replace_attention_impl,
+    run_variants,
+)
+from kintsugi.fusor.kernels.scattered import variant_sizes
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, BLOCKS = 4, 2, 16, 8, 6
 
@@ -80,3 +89,40 @@ def test_what_the_kernel_does_not_compute_stays_with_the_backend(
     layer.impl.alibi_slopes = changes.pop("alibi", None)
     layer.__dict__.update(changes)
     assert not kernel_serves(layer, device)
+
+
+def layer_with_cache() -> Any:
+    layer = attention()
+    layer.num_heads, layer.num_kv_heads = HEADS, KV_HEADS
+    layer.kv_cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.bfloat16)
+    return layer
+
+
+def test_every_variant_runs_once_and_several_compile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, together = [], threading.Barrier(2)
+
+    def attend(query: torch.Tensor, key: Any, value: Any, table: torch.Tensor, *_: Any, **__: Any) -> Any:
+        sizes.append((len(query), len(table) * BLOCK))
+        if len(sizes) <= 2:
+            together.wait(60.0)
+        assert torch.is_inference_mode_enabled()
+        return query
+
+    monkeypatch.setattr(scattered, "attend_scattered", attend)
+    layer = layer_with_cache()
+    impl = layer.impl
+    run_variants(layer, torch.bfloat16, 4096)
+    wanted = variant_sizes(HEADS // KV_HEADS, HEAD_DIM * 2, 4096)
+    assert sorted(sizes) == sorted((count, -(-context // BLOCK) * BLOCK) for count, context in wanted)
+    assert layer.impl is impl
+
+
+def test_a_variant_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(query: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if len(query) > 1:
+            raise RuntimeError("out of resource: shared memory")
+        return query
+
+    monkeypatch.setattr(scattered, "attend_scattered", attend)
+    with pytest.raises(SelfTestFailed, match=r"queries of 4 heads of 16 .* shared memory; update Triton"):
+        run_variants(layer_with_cache(), torch.bfloat16, 4096)
