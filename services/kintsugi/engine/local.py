@@ -322,7 +322,7 @@ class LocalEngine:
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         gc.collect()
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # the next engine of this process measures what is free
 
     def _ids(self, count: int) -> list[str]:
