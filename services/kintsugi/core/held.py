@@ -10,9 +10,9 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 ITEM_BYTES = 512
-"""Charge for an item with a small key and value. Measured: up to 450."""
+"""Charge for an item with a small key and value: up to 334 were measured (a key of 32 bytes, two numbers)."""
 NAMESPACE_BYTES = 1024
-"""Charge for a namespace with items, without its name. Measured: up to 900."""
+"""Charge for a namespace with items, without its name: 605 were measured, with one item."""
 SHARE_MAX = 0.5
 """Maximum share of the bytes that one namespace may hold, unless it holds a single item."""
 KEPT_SHARE = 7 / 8
