@@ -65,7 +65,8 @@ def test_manifest() -> None:
         "08011220c790502b79928a6650accf5079439f452b9e44ceb1990d0093c3e080dae1dac91a20f29341407014"
         "3d6abd438c08d0d2cdc4e3be29d8568cb02e576cc17a0e564c7e22207f2c8f8af05b545511c82df09ba368dc"
         "9dda658f6d4bc88e8b6d2977cd4874792a0461636d6530283a1c0a0862666c6f617431361210080110011a04"
-        "080110021a040802100240014a086d2ee672839d503452101e876e21af74efa05db942e18c2a13f6"
+        "080110021a040802100240014a186d2ee672839d503415f5f1d44ad188322d0662e165efa79f52101e876e21"
+        "af74efa05db942e18c2a13f6"
     )
     assert wire.manifest_from_wire(store_pb2.Manifest.FromString(data)) == MANIFEST
 
@@ -86,7 +87,8 @@ def test_manifest_of_every_field() -> None:
         "08011220c790502b79928a6650accf5079439f452b9e44ceb1990d0093c3e080dae1dac91a20f29341407014"
         "3d6abd438c08d0d2cdc4e3be29d8568cb02e576cc17a0e564c7e22207f2c8f8af05b545511c82df09ba368dc"
         "9dda658f6d4bc88e8b6d2977cd4874792a0461636d6530283a220a0862666c6f61743136120a080110021a04"
-        "08031004120a080110011a040804100840014a086d2ee672839d50345240ce62b44e257dbdc8114ddfda264d"
+        "08031004120a080110011a040804100840014a186d2ee672839d503415f5f1d44ad188322d0662e165efa79f"
+        "5240ce62b44e257dbdc8114ddfda264d"
         "5aa91e876e21af74efa05db942e18c2a13f61e876e21af74efa05db942e18c2a13f64b33be84d11f6584ed82"
         "700d9ce6e10c5a0408021028620661636d652f316a10000102030405060708090a0b0c0d0e0f710000000000"
         "00f83f7a2000010203"
@@ -101,7 +103,7 @@ def test_catalog_record(tmp_path: Path) -> None:
     catalog.apply([(("acme", KEY), RECORD)])
     catalog.close()
     ((name, value),) = rows_of(tmp_path).items()
-    assert (name, digest(value)) == (f"{b'acme'.hex()}00{KEY.hex}", "ae648a0ae64f1fdbd8bd933f26b37cdd")
+    assert (name, digest(value)) == (f"{b'acme'.hex()}00{KEY.hex}", "199d86038dbb81e75adf7c5f4b0c9133")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_the_reference_model_is_fetched_by_each_machine(
     assert asked.model_folder == model.name
     facts = ModelFacts.of(asked)
     assert facts.layout == ModelFacts.of(replace(asked, model=str(model.folder))).layout
-    assert facts.space.fingerprint == model_fingerprint(model.folder, "torch.bfloat16/auto/None")
+    assert facts.space.fingerprint == model_fingerprint(model.folder, "torch.float32/auto/None")
     assert Chunker.of_model(model.name).token_ids("hi") == Chunker.of_model(model.folder).token_ids("hi")
 
 
