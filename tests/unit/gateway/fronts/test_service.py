@@ -149,6 +149,7 @@ def test_a_killed_engine_is_told_by_status_by_metrics_and_by_what_its_callers_re
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gateway_chunks, "ANSWER_S", 0.01)
+    monkeypatch.setattr(gateway_chunks, "RECENT_S", 0.0)  # the next call asks again
 
     async def body() -> None:
         gateway = gateway_over(LosingBackend())
