@@ -298,7 +298,7 @@ def test_constraints_of_the_blend_are_passed_on(served: Served) -> None:
         ({"max_tokens": "many"}, 400, "max_tokens"),
         ({"temperature": -1, "stream": True}, 400, "temperature"),
         ({"messages": "none"}, 400, "messages"),
-        ({"kintsugi": {"ratio": 7}}, 400, "ratio"),
+        ({"kintsugi": {"ratio": 7}}, 400, "kintsugi.ratio"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "kv_transfer_params"),
         ({"documents": [{"text": "a"}], "messages": []}, 400, "documents"),
     ],
