@@ -183,7 +183,8 @@ def test_an_unencrypted_chunk_does_not_count_in_a_namespace_with_keys(
     forger, ours = opened(server), opened(server, key_path)
     forger.put(manifest, frames)
     assert ours.lookup("acme", [manifest.key]) == [None]
-    assert ours.lookup_anchors("acme", manifest.space_digest, manifest.anchors) == {}
+    (anchored,) = ours.lookup_anchors("acme", manifest.space_digest, manifest.anchors)
+    assert ours.lookup("acme", anchored.keys) == [None], "what it names by its content is no hit either"
     assert read_all(ours, [manifest.key]) == [(0, 0, None)]
     assert ours.put(manifest, frames), "it is replaced"
     assert read_all(ours, [manifest.key]) == as_written(frames)
