@@ -145,7 +145,7 @@ def test_closing_twice_is_closing_once() -> None:
 def test_steps_that_compute_nothing_leave_the_processor_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalEngine, "_submit", submit_nothing)
     slept_s: list[float] = []
-    monkeypatch.setattr(local.time, "sleep", slept_s.append)
+    monkeypatch.setattr("kintsugi.engine.local.time.sleep", slept_s.append)
     engine, _ = engine_of([], [], [delta("local-0", 7, finished=True)])
     assert engine.generate([Prompt([1, 2], max_tokens=1)])[0].token_ids == [7]
     assert slept_s == [local.IDLE_S] * 2
