@@ -120,7 +120,7 @@ def test_save_blend_and_count_over_http(server: httpx.Client) -> None:
     assert blended["choices"][0]["text"] == plain["choices"][0]["text"]
 
     refused = complete(server, prompt.token_ids, {"kintsugi": {"namespace": NAMESPACE, "ratio": 2}})
-    assert refused["kv_transfer_params"]["kintsugi"]["reason"].startswith("InvalidField: ratio")
+    assert refused["kv_transfer_params"]["kintsugi"]["reason"].startswith("InvalidField: kintsugi.ratio")
     assert refused["choices"][0]["text"] == plain["choices"][0]["text"]
 
     metrics = server.get("/metrics").text

@@ -124,7 +124,7 @@ def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytes
 def test_what_could_not_be_deleted_is_neither_found_nor_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
 
-        def silent(namespace: str, keys: Sequence[ChunkKey], at_s: float) -> None:
+        def silent(namespace: str, keys: Sequence[ChunkKey], at_s: float, within: str) -> None:
             raise Unavailable("a shard does not answer")
 
         gateway.backend.delays = StubDelays(token_s=0.02)

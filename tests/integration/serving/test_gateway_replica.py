@@ -158,7 +158,7 @@ def test_who_watches_the_health_holds_up_no_stop() -> None:
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], gateway_replica.GatewayReplica]]:
     """As Serve makes it, with a stub in place of the engines' handle. Its `__del__` is Serve's to await."""
-    monkeypatch.setattr(gateway_replica, "RayBackend", lambda engines: StubBackend())
+    monkeypatch.setattr(gateway_replica, "RayBackend", lambda *given: StubBackend())
     monkeypatch.delattr(gateway_replica.GatewayReplica, "__del__")
     with own_logging():
         yield lambda: gateway_replica.GatewayReplica(None, non_default_fields(MODEL), STORE_URL)

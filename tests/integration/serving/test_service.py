@@ -239,7 +239,7 @@ def test_a_killed_engine_fails_its_own_answers_alone_and_leaves_no_process(
             await anext(deltas)
             for each in [process] if victim == "replica" else cores:
                 os.kill(each, signal.SIGKILL)
-            with pytest.raises(Unavailable, match="try again"):
+            with pytest.raises(Unavailable, match="send the request again"):
                 async for _ in deltas:
                     pass
 
