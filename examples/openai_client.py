@@ -44,7 +44,8 @@ def ask(url: str, namespace: str, chunks: Sequence[str], question: str, max_toke
     text, accounting = "", {}
     for event in stream:
         text += "".join(choice.delta.content or "" for choice in event.choices)
-        accounting = getattr(event, "kintsugi", None) or accounting
+        given = getattr(event, "kv_transfer_params", None) or {}
+        accounting = given.get("kintsugi", accounting)
     return Answer(text, accounting)
 
 
