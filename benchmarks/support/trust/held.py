@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, digests_of
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
@@ -108,7 +109,6 @@ def _chunks(shape: Shape, divisor: int) -> tuple[int, int]:
 
             def kept() -> int:
                 files = sum(file.stat().st_blocks << 9 for file in path.rglob("catalog/data.mdb"))
-                print(_rss_anon(), files, [tier.used_bytes for tier in tiers])
                 return _rss_anon() + files + sum(tier.used_bytes for tier in tiers)
 
             def charged() -> int:
@@ -138,6 +138,6 @@ def measure(*, quick: bool, seed: int) -> list[Figure]:
         for kind in KINDS:
             kept, charged = processes.submit(_run, kind, 5 if quick else 1).result()
             ratios[kind] = kept / charged
-            print(kind, kept, charged, kept / charged, flush=True)
+            say(f"{kind}: {kept} bytes kept, {charged} charged")
     detail = "; ".join(f"{kind} {ratio:.2f}" for kind, ratio in ratios.items())
     return [Figure.at_most("held_bytes_uncounted", max(ratios.values()), BAR, detail=detail)]
