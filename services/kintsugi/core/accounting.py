@@ -138,7 +138,7 @@ class Accounting:
         return _share(self.token_layers_computed, self.token_layers_total)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the JSON form, without the fields that are None."""
+        """Return the JSON form. It leaves out fields whose value is None."""
         values = {name: value for name, value in vars(self).items() if value is not None}
         if self.timeline is not None:
             values["timeline"] = [dict(vars(layer)) for layer in self.timeline]

@@ -353,8 +353,8 @@ class LocalEngine:
 
 @dataclass(frozen=True)
 class _Sampling:
-    """The fields of vLLM's `SamplingParams` that a request for a single answer may set. A field that is None
-    has the model's default."""
+    """The fields of vLLM's `SamplingParams` that a request for a single answer may set. For a field with the
+    value None, the model's default applies."""
 
     __pydantic_config__ = STRICT
 

@@ -177,7 +177,7 @@ CASES = (
     Case("a claim that does not bind", "StoreReady", "VolumeUnbound", "claim acme-data-0", _unbind_claim),
     Case("a claim without its volume", "StoreReady", "VolumeLost", "claim acme-data-0", _lose_claim),
     _waiting("an image that cannot be pulled", "ImageNotPulled", "r/x:typo", "ImagePullBackOff"),
-    _waiting("an image name that is none", "ImageNameInvalid", "InvalidImageName", "InvalidImageName", "bad"),
+    _waiting("an invalid image name", "ImageNameInvalid", "InvalidImageName", "InvalidImageName", "bad"),
     _waiting("a Secret that is not there", "MountMissing", "a Secret, ConfigMap", "ContainerCreating"),
     _waiting("a key that a Secret lacks", "ConfigMissing", "key x", "CreateContainerConfigError", "key x"),
     _waiting(

@@ -63,7 +63,7 @@ class PlanRequest:
     """Chunks that the store holds and that have tokens outside the prefix cache (`hits_beyond`)."""
     engine: EngineShape
     options: BlendOptions = field(default_factory=BlendOptions)
-    """The request's options. The planner chooses those that are None."""
+    """The request's options. The planner chooses each option that the request leaves None."""
     exact_end: int = 0
     """KV loaded for tokens before this position is exact (`BlendPlan.exact_end`)."""
     chunks: tuple[range, ...] = ()
