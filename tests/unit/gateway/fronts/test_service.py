@@ -135,7 +135,9 @@ def test_a_caller_sees_how_far_its_own_namespace_is(token: str, namespace: str) 
 class LosingBackend(ScriptedBackend):
     """Has no engine, which was killed just now."""
 
-    lost = LostPart("Engine", 7, time.time(), LossReason.KERNEL_MEMORY)
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = LostPart("Engine", 7, time.time(), LossReason.KERNEL_MEMORY)
 
     async def info(self, namespace: str = "") -> EngineInfo:
         await asyncio.sleep(60)
@@ -152,14 +154,15 @@ def test_a_killed_engine_is_told_by_status_by_metrics_and_by_what_its_callers_re
     monkeypatch.setattr(gateway_chunks, "RECENT_S", 0.0)  # the next call asks again
 
     async def body() -> None:
-        gateway = gateway_over(LosingBackend())
+        backend = LosingBackend()
+        gateway = gateway_over(backend)
         told = await service_routes.describe_service(gateway, gateway.access.caller(None))
         (lost,) = told["lost"]
         assert (lost["part"], lost["reason"], lost["pid"]) == ("Engine", "kernel_memory", 7)
         assert lost["text"].startswith("Engine (process 7) was ended by the kernel because memory ran out")
         with pytest.raises(Unavailable, match=r"no engine answered within 0 s; Engine .* by the kernel"):
             await gateway.recent_info.get()
-        gateway.report_loss(LosingBackend.lost)
+        gateway.report_loss(backend.lost)
         count = gateway.metrics.registry.get_sample_value(
             "kintsugi_gateway_lost_parts_total", {"part": "Engine", "reason": "kernel_memory"}
         )
