@@ -192,7 +192,10 @@ class History:
     def is_well(self) -> bool:
         """Whether the service and its store follow the spec and are ready, and nothing needs a person.
         Engines of another revision may serve if there are too few GPUs for both."""
-        status = self.cluster.api.find("BlendService", "acme").get("status") or {}
+        live = self.cluster.api.find("BlendService", "acme")
+        status = live.get("status") or {}
+        if status.get("observedGeneration") != live["metadata"]["generation"]:
+            return False
         found = {one["type"]: one["status"] for one in status.get("conditions", [])}
         wanted = dict.fromkeys(("Ready", "StoreReady", "Valid", "ShardsUpToDate", "Reconciled"), "True")
         engines = self.good["engines"]

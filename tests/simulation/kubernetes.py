@@ -180,7 +180,7 @@ class ModelCluster:
             if active is not None:
                 self.api._collect(active)
             active = pending
-        serves = active is not None and self._is_up(active)
+        serves = active is not None and self._is_up(active, of_each=1)
         _set_ready(status, serves, timestamp(self.now))
         self.api.announce(service)
 
@@ -199,12 +199,13 @@ class ModelCluster:
         spec = copy.deepcopy(service["spec"]["rayClusterConfig"])
         return self.api.put({"kind": "RayCluster", "metadata": made, "spec": spec})
 
-    def _is_up(self, cluster: Manifest) -> bool:
-        """Whether all pods that the cluster's spec asks for are ready."""
+    def _is_up(self, cluster: Manifest, of_each: int = 1 << 30) -> bool:
+        """Whether all pods that the cluster's spec asks for are ready, at most `of_each` of a group: KubeRay
+        switches to a complete cluster, which then stays Ready while it has an endpoint."""
         pods = self._pods_of(cluster)
         groups = [("head", 1), *((one["groupName"], one["replicas"]) for one in _groups(cluster))]
         return all(
-            sum(is_pod_ready(one) for one in pods if one["metadata"]["group"] == name) >= count
+            sum(is_pod_ready(one) for one in pods if one["metadata"]["group"] == name) >= min(count, of_each)
             for name, count in groups
         )
 

@@ -280,7 +280,10 @@ class Reconciler:
     async def _observe(self, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest]) -> Observed:
         now = self._clock()
         store_pods = [one for one in pods if label_of(one, LABEL_PART) == STORE]
-        engine_pods = [one for one in pods if label_of(one, LABEL_ROLE) == "engine" and not is_leaving(one)]
+        engines, gateways = (
+            [one for one in pods if label_of(one, LABEL_ROLE) == role and not is_leaving(one)]
+            for role in ("engine", "gateway")
+        )
         services = {label_of(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
         everything = dict(services)
         claims = [one for one in owned if one["kind"] == CLAIM.kind and not label_of(one, LABEL_CORPUS)]
@@ -301,8 +304,9 @@ class Reconciler:
             cluster_digest=cluster_digest,
             pods=tuple(store_pod(one, now) for one in store_pods if label_of(one, LABEL_ROLE) in STORE_ROLES),
             services={revision: ray_service_view(one, now) for revision, one in services.items()},
-            engines=Counter(label_of(one, LABEL_REVISION) for one in engine_pods),
-            engines_ready=Counter(label_of(one, LABEL_REVISION) for one in engine_pods if is_pod_ready(one)),
+            engines=_count_by_revision(engines),
+            engines_ready=_count_by_revision(filter(is_pod_ready, engines)),
+            gateways_ready=_count_by_revision(filter(is_pod_ready, gateways)),
             refusals=list_refusals(pods, claims, clusters, list(everything.values()), now),
             revisions=dict(one for one in revisions if one is not None),
             selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
@@ -433,6 +437,10 @@ class Reconciler:
 def utc_now() -> datetime:
     """The time now, in UTC."""
     return datetime.now(UTC)
+
+
+def _count_by_revision(pods: Iterable[Manifest]) -> Counter[str]:
+    return Counter(label_of(one, LABEL_REVISION) for one in pods)
 
 
 def _owner(live: Manifest) -> Owner:

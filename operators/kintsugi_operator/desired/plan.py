@@ -192,7 +192,7 @@ def _status(
             _kuberay_condition(spec, owner, observed),
             _store_condition(spec, observed, ready),
             _shards_condition(spec, owner, running, shard_step),
-            _rollout_condition(rollout, observed),
+            _rollout_condition(spec, rollout, observed),
             _ready_condition(ready, engines_ready, observed, rollout),
         ),
     )
@@ -258,9 +258,9 @@ def _shards_condition(
     return c.false(c.SHARDS, "Upgrading", f"{shard_step.message}; {shard_step.outdated} left")
 
 
-def _rollout_condition(rollout: RolloutStatus, observed: Observed) -> Condition:
+def _rollout_condition(spec: BlendServiceSpec, rollout: RolloutStatus, observed: Observed) -> Condition:
     if not rollout.pending:
-        return c.true(c.ROLLED_OUT, "Idle")
+        return _scale_condition(spec, rollout.active, observed)
     messages: dict[str, str] = {
         Phase.STARTING: "its engines are starting",
         Phase.WARMING: "corpora are being filled for it",
@@ -273,6 +273,20 @@ def _rollout_condition(rollout: RolloutStatus, observed: Observed) -> Condition:
     return _not_up(
         c.ROLLED_OUT, str(rollout.phase), text, observed.services.get(name), observed.refusals.get(name)
     )
+
+
+def _scale_condition(spec: BlendServiceSpec, active: str, observed: Observed) -> Condition:
+    """Whether a revision that serves has all its pods. While it does not serve, `Ready` says why."""
+    service = observed.services.get(active)
+    counts = {
+        "engines": (observed.engines_ready.get(active, 0), spec.engines.replicas),
+        "gateways": (observed.gateways_ready.get(active, 0), spec.gateway.replicas),
+    }
+    missing = [f"{ready} of {wanted} {role}" for role, (ready, wanted) in counts.items() if ready < wanted]
+    if service is None or not service.is_ready or not missing:
+        return c.true(c.ROLLED_OUT, "Idle")
+    text = f"{' and '.join(missing)} of revision {active} are ready"
+    return _not_up(c.ROLLED_OUT, "Scaling", text, None, observed.refusals.get(active))
 
 
 def _ready_condition(

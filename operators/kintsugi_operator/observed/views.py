@@ -137,6 +137,8 @@ class Observed:
     """Number of engine pods that are not being deleted, by revision."""
     engines_ready: Mapping[str, int] = field(default_factory=dict)
     """Number of those engine pods that are ready, by revision."""
+    gateways_ready: Mapping[str, int] = field(default_factory=dict)
+    """Number of gateway pods that are ready, by revision."""
     revisions: Mapping[str, EngineRevision] = field(default_factory=dict)
     """Revisions that ConfigMaps hold, by name."""
     selected: str = ""

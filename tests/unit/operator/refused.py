@@ -81,6 +81,18 @@ def _pod(name: str, reason: str, says: str, status: Manifest) -> Case:
     return Case(name, "StoreReady", reason, says, arrange)
 
 
+def _ask_for_more_engines(world: World) -> None:
+    """A service serves with one engine; a second one fits no node."""
+    for name in ("acme-store", f"acme-{OLD}"):
+        world.kuberay.serve(name)
+    world.make(engines={"replicas": 2})
+    labels = {**LABELS, "kintsugi.dev/part": "service", "kintsugi.dev/revision": OLD}
+    metadata = {"name": "engine-1", "labels": {**labels, "kintsugi.dev/role": "engine"}}
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    status = {"conditions": [{**condition, "message": "0/1 nodes: 1 Insufficient nvidia.com/gpu."}]}
+    world.cluster.put({"kind": "Pod", "metadata": metadata, "status": status})
+
+
 def _lose_claim(world: World) -> None:
     world.cluster.find("PersistentVolumeClaim", "acme-data-0")["status"] = {"phase": "Lost"}
 
@@ -173,6 +185,13 @@ CASES = (
     _unschedulable("a missing claim", "ClaimMissing", 'persistentvolumeclaim "models" not found'),
     _unschedulable(
         "a volume of no class", "VolumeUnbound", "pod has unbound immediate PersistentVolumeClaims"
+    ),
+    Case(
+        "more engines than fit, while one serves",
+        "RolledOut",
+        "Unschedulable",
+        "1 of 2 engines",
+        _ask_for_more_engines,
     ),
     Case("a claim that does not bind", "StoreReady", "VolumeUnbound", "claim acme-data-0", _unbind_claim),
     Case("a claim without its volume", "StoreReady", "VolumeLost", "claim acme-data-0", _lose_claim),
