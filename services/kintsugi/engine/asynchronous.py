@@ -244,7 +244,8 @@ class AsyncEngine(EngineBackend):
         self._tokenizer = tokenizer_of(parts.client.vllm_config)
         self._spec = spec
         self._load = LoadMeter()
-        self._watched = WatchedClient(parts.client, self._load)
+        self.watched = WatchedClient(parts.client, self._load)
+        """The client of requests that are measured."""
         self._gate = parts.gate
         self._declined = parts.unsupported
         self._submitted = 0
@@ -270,14 +271,14 @@ class AsyncEngine(EngineBackend):
         from kintsugi.engine.openai.handlers import OpenAIFront
 
         names, options = (self._spec.name, *self._spec.aliases), self._spec.openai
-        return OpenAIFront(self._watched, names, self.prefix_token_ids, options)
+        return OpenAIFront(self.watched, names, self.prefix_token_ids, options)
 
     async def info(self, namespace: str = "") -> EngineInfo:
         from vllm import __version__ as vllm_version
 
         self.check_health()
         state = self._gate.state
-        unable = self._watched.weights_changed or self._declined
+        unable = self.watched.weights_changed or self._declined
         progress = summarize(state, namespace or None)
         if unable:
             progress = GateProgress("closed", unable)
@@ -322,7 +323,7 @@ class AsyncEngine(EngineBackend):
 
     def watch(self, watcher: Watcher | None) -> None:
         """Pass sampled answers to ``watcher`` from now on; None: stop sampling."""
-        self._watched.watcher = watcher
+        self.watched.watcher = watcher
 
     async def answer_in_full(self, prompt: Prompt, priority: int) -> Generation:
         """Compute a full prefill for comparison, along `prompt.forced` if it is set. Not counted as load.
@@ -417,7 +418,7 @@ class AsyncEngine(EngineBackend):
         self._submitted += 1
         # Also without blending: response times of a shared prefix cache reveal the prompts of others.
         salt = measured_salt(request.params.namespace, request.measurement)
-        outputs = self._watched.generate(
+        outputs = self.watched.generate(
             TokensPrompt(prompt_token_ids=request.prompt_token_ids.to_list(), cache_salt=salt),
             sampling,
             f"{request.request_id}-{self._submitted}",
@@ -481,11 +482,7 @@ class AsyncEngine(EngineBackend):
                 save_id = f"{request_id}-{index}-{number}"
                 try:
                     tokens, params = save_request(
-                        copy.lead_token_ids,
-                        chunk,
-                        namespace,
-                        ttl_s=ttl_s,
-                        asked_at_s=asked_at_s,
+                        copy.lead_token_ids, chunk, namespace, ttl_s=ttl_s, asked_at_s=asked_at_s
                     )
                 except InvalidField as error:
                     return SaveOutcome(False, str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kintsugi.core.plan import make_trial
+from kintsugi.core.report import LADDER
 from kintsugi.engine.local import save_prompt, transfer_config
+from kintsugi.serving.vllm_server import LearningMiddleware
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
@@ -50,27 +54,17 @@ def shard() -> Iterator[ShardServer]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def server(
-    engine_slot: EngineSlot, shard: ShardServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
-    engine_slot.close()
-    log = tmp_path_factory.mktemp("server") / "log"
+@contextmanager
+def serving(config: dict[str, Any], log: Path, *arguments: str) -> Iterator[httpx.Client]:
+    """vLLM's server with the connector's ``config`` and more ``arguments``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--model", str(make_checkpoint_once("tiny-llama")), "--enforce-eager"]
-    command += [
-        "--served-model-name",
-        "tiny",
-        "--max-model-len",
-        "4096",
-        "--kv-cache-memory-bytes",
-        "134217728",
-    ]
-    config = {"store": f"grpc://{shard.address}", "discovery_namespace": UNNAMED}
-    command += ["--kv-transfer-config", json.dumps(transfer_config({**config, **UNCALIBRATED, **PATIENT}))]
+    command += ["--served-model-name", "tiny", "--max-model-len", "4096"]
+    command += ["--kv-cache-memory-bytes", "134217728", *arguments]
+    command += ["--kv-transfer-config", json.dumps(transfer_config(config))]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -81,6 +75,16 @@ def server(
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(
+    engine_slot: EngineSlot, shard: ShardServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    engine_slot.close()
+    config = {"store": f"grpc://{shard.address}", "discovery_namespace": UNNAMED, **UNCALIBRATED, **PATIENT}
+    with serving(config, tmp_path_factory.mktemp("server") / "log") as client:
+        yield client
 
 
 def _wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -164,3 +168,33 @@ def test_who_names_nothing_hits_what_the_idle_server_saved(server: httpx.Client,
         within_s=SAVED_S,
         pause_s=0.2,
     )
+
+
+def test_a_server_with_the_middleware_learns(
+    engine_slot: EngineSlot, shard: ShardServer, tmp_path: Path
+) -> None:
+    """Nothing is saved before, and nothing was measured: twins save what they need, in idle time."""
+    engine_slot.close()
+    middleware = f"{LearningMiddleware.__module__}.{LearningMiddleware.__qualname__}"
+    # A tiny model gains nothing by a blend, and the controller would say so.
+    config = {"store": f"grpc://{shard.address}", "audits": True, "loading_controller": False, **PATIENT}
+    arguments = ("--middleware", middleware, "--scheduling-policy", "priority")
+    with serving(config, tmp_path / "log", *arguments) as client:
+        for seed in range(3):
+            prompt = rag(*chunks_of(100, 64, seed=50 + seed))
+            answer = complete(client, prompt.token_ids, prompt.params(ratio=None).to_mapping())
+            assert answer["kv_transfer_params"]["kintsugi"]["reason"].startswith("learning")
+        wait_until(
+            lambda: count(client, "kintsugi_quality_pairs_total") >= 3,
+            "what the server answered was not measured",
+            within_s=SAVED_S,
+            pause_s=0.2,
+        )
+        trial = prompt.params(ratio=None)
+        trial = dataclasses.replace(trial, trial=make_trial(LADDER[0]))
+        body = {"model": "tiny", "prompt": prompt.token_ids, "kv_transfer_params": trial.to_mapping()}
+        refused = client.post("/v1/completions", json=body)
+        assert refused.status_code == 400
+        assert "trial: is for the engine itself" in refused.text
+        answer = complete(client, prompt.token_ids, {"kintsugi": {"namespace": NAMESPACE, "ratio": 2}})
+        assert answer["kv_transfer_params"]["kintsugi"]["reason"].startswith("InvalidField: kintsugi.ratio")

@@ -303,7 +303,7 @@ def test_with_a_context_both_copies_are_saved_or_the_chunk_has_failed() -> None:
 def info_of(state: GateState, changed: str | None = None) -> EngineInfo:
     engine = engine_over(ScriptedClient())
     engine.gate.state = state
-    engine._watched.weights_changed = changed
+    engine.watched.weights_changed = changed
     return asyncio.run(engine.info())
 
 

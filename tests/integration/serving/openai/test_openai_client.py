@@ -178,7 +178,7 @@ def test_an_answer_that_a_stop_string_ends_has_its_accounting(served: Served, st
     assert accounting["ttft_ms"] > 0
     unused = question(namespace, served, content, stop=["\x00"]).kv_transfer_params["kintsugi"]
     assert unused["outcome"] in ("blended", "prefix_hit")
-    assert not served.engine._watched._told._expected
+    assert not served.engine.watched._told._expected
 
 
 def test_marked_chunks_that_are_missed_twice_are_stored_and_then_hit(served: Served) -> None:
