@@ -49,6 +49,9 @@ ANSWER_TIMEOUT_S = 300.0
 BLEND_SHARE = 0.05
 """Maximum share of an engine's time for comparing blended answers with full prefill."""
 REPORT_FILE = "calibration.json"
+SAVED_UP_S = 60.0
+"""Time of the engine that may be saved up for twins: so they start as soon as an answer ends, when the next
+request is furthest."""
 PUBLISH_RETRY_S = 0.5
 FOLLOW_S = 1.0
 """Interval between reads of the store's erasures."""
@@ -137,7 +140,7 @@ class Learning:
         self._clock = clock
         self._keeper = keeper
         self._rested_s = clock()
-        """When the next twin may start."""
+        """When the next twin may start. Each twin adds its time divided by its share."""
         self._measured_s: deque[float] = deque(maxlen=PACE_PROMPTS)
         """When the latest prompts were measured."""
         self._failure = ""
@@ -169,7 +172,8 @@ class Learning:
                     log.exception("an answer could not be measured because of a defect")
                 if self.stream.counts.pairs > pairs:
                     self._measured_s.append(self._clock())
-                self._rested_s = started_s + (self._clock() - started_s) / share
+                rested_s = max(self._rested_s, started_s - SAVED_UP_S)
+                self._rested_s = rested_s + (self._clock() - started_s) / share
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), POLL_S)
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +26,13 @@ from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.gateway.fill import FILL_PRIORITY
 from kintsugi.quality import reports
-from kintsugi.quality.stream import FULL_SHARE
+from kintsugi.quality.stream import FULL_SHARE, PENDING_MAX
 from kintsugi.serving import learning as module
 from kintsugi.serving.learning import (
     BLEND_SHARE,
     PRIORITY,
     REPORT_FILE,
+    SAVED_UP_S,
     Learning,
     make_learning,
     publish_shipped,
@@ -227,6 +229,20 @@ def test_twins_take_their_share_of_the_time_at_most(accounting: dict[str, Any], 
         assert learning._may_run()
 
     live(test, open_engine() if accounting is BLENDED else None)
+
+
+def test_time_without_twins_is_saved_up_to_a_limit() -> None:
+    """A twin starts as soon as its answer ends; one in the middle of a pause would meet the next request."""
+
+    async def test(engine: StubEngine, learning: Learning) -> None:
+        engine.now_s, engine.twin_s = 1000.0, 6.0
+        each_s = engine.twin_s / FULL_SHARE - engine.twin_s
+        for _ in range(PENDING_MAX):
+            serve(engine)
+        await until(lambda: not learning._may_run())
+        assert learning.stream.counts.pairs == math.floor(SAVED_UP_S / each_s) + 1 < PENDING_MAX
+
+    live(test)
 
 
 def test_while_a_request_waits_nothing_is_measured() -> None:
