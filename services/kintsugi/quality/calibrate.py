@@ -13,10 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import blake3
+
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.evidence import Quality
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import FILE, Cell, Report, Standing, describe_selection
+from kintsugi.core.spaces import token_bytes
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.prompt_form import PromptForm
@@ -99,6 +102,13 @@ class CalibratedCell:
     """Whether the next configuration is beyond the limit, so that more questions would not help."""
 
 
+def identify_evidence(bench: Bench) -> str:
+    """Return the writer id of the evidence from these prompts. Measured again, they replace it: an equal
+    prompt is no further evidence."""
+    prompts = (token_bytes(case.prompt.token_ids) for case in bench.cases)
+    return f"file-{blake3.blake3(b''.join(prompts)).hexdigest()[:32]}"
+
+
 def calibrate(
     bench: Bench,
     keeper: ReportKeeper,
@@ -109,10 +119,12 @@ def calibrate(
     seed: int = 0,
     notify: Notify = lambda text: None,
     clock_s: Callable[[], float] = time.monotonic,
+    keep: Callable[[Report], None] = lambda report: None,
 ) -> list[CalibratedCell]:
     """Measure configurations, and add the evidence to the keeper's report. Return what was found.
 
-    ``minutes`` None: until all questions are used. ``form`` names the prompt form. Raises `InvalidField` for
+    ``minutes`` None: until all questions are used. ``form`` names the prompt form. ``keep`` gets
+    the report after every `BATCH` prompts. Raises `InvalidField` for
     a form in which full prefill is rarely right or mostly answers nothing.
     """
     started_s = clock_s()
@@ -139,6 +151,7 @@ def calibrate(
             for index, score in zip(asking, scores.by_prompt, strict=True):
                 lengths = [len(chunk.token_ids) for chunk in bench.cases[index].prompt.chunks]
                 keeper.record(cells[index], FILE, selection, score.tally(lengths))
+        keep(keeper.report)
     return [_found(keeper.report, cell, quality) for cell in sorted(set(cells))]
 
 

@@ -54,8 +54,10 @@ class ReportKeeper:
         quality: Quality,
         now: Callable[[], datetime] = utc_now,
         clock: Callable[[], float] = time.monotonic,
+        writer: str = "",
     ) -> None:
-        """``store`` None: the report stays in memory."""
+        """``store`` None: the report stays in memory. ``writer``: the id of the evidence, which replaces what
+        was published under the same id; empty: a new one."""
         self._store = store
         self._binding = binding
         self._quality = quality
@@ -66,7 +68,7 @@ class ReportKeeper:
         self.failure = ""
         """Why the last exchange failed; empty if it did not."""
         self._seen: dict[str, int] = {}
-        self._part = ReportPart(uuid.uuid4().hex, versions, self.now)
+        self._part = ReportPart(writer or uuid.uuid4().hex, versions, self.now)
         self.report = Report(binding, self.now)
         """The evidence of all writers as last read, with this writer's own."""
 
@@ -182,13 +184,21 @@ def fetch_report(store: ChunkStore, binding: Binding) -> Report | None:
 
 
 def publish(store: ChunkStore, report: Report) -> None:
-    """Add the parts of a report, as from a file, to the report in the store."""
+    """Add the parts of a report, as from a file, to the report in the store. A part with fewer pairs than the
+    store's of the same writer is not added: the same prompts are measured again, and more of them count."""
     binding = report.binding
     document = store.get_report(binding.model, binding.report_name)
     current = parse_stored(document, binding) or Report(binding, "", ladder=report.ladder)
+    stored = {part.writer: _count_pairs(part) for part in current.parts}
     for part in report.parts:
+        if _count_pairs(part) < stored.get(part.writer, 0):
+            continue
         current = current.with_part(part, next_date(utc_now(), document))
     store.put_report(binding.model, binding.report_name, current.to_bytes())
+
+
+def _count_pairs(part: ReportPart) -> int:
+    return sum(entry.tally.pairs for entry in part.entries)
 
 
 def write(path: Path, report: Report) -> None:

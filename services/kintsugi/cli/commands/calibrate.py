@@ -19,13 +19,13 @@ from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import CalibrateTask, check_writable, parse_engine_arguments
 from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.evidence import Quality
 from kintsugi.core.gate import describe_progress
 from kintsugi.core.report import FILE, Report, describe_selection
 from kintsugi.models.context import encode_context
 from kintsugi.quality import reports
-from kintsugi.quality.calibrate import CalibratedCell, calibrate, prepare_bench
+from kintsugi.quality.calibrate import CalibratedCell, calibrate, identify_evidence, prepare_bench
 from kintsugi.quality.questions import read_questions
 from kintsugi.quality.reports import ReportKeeper
 from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind, start_measuring_engine
@@ -61,10 +61,17 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
             engine = stack.enter_context(start_measuring_engine(spec))
         with screen.step("Reading the questions"):
             bench, warnings = prepare_bench(engine, form, given, task.segments)
-        keeper = ReportKeeper(None, engine.binding, engine.versions, quality)
+        keeper = ReportKeeper(None, engine.binding, engine.versions, quality, writer=identify_evidence(bench))
         with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
             found = calibrate(
-                bench, keeper, quality, form.name.value, task.segments, task.minutes, notify=say
+                bench,
+                keeper,
+                quality,
+                form.name.value,
+                task.segments,
+                task.minutes,
+                notify=say,
+                keep=lambda report: _keep_so_far(screen, task, report),
             )
     for warning in warnings:
         screen.note(f"kintsugi: warning: {warning}")
@@ -78,13 +85,27 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
 
 def _keep_report(screen: Screen, task: CalibrateTask, report: Report) -> None:
     """Write the report to the file and publish it in the store that the options name."""
+    _save(task, report)
+    if task.out is not None:
+        screen.note(f"wrote {task.out}")
+    if task.store is not None:
+        screen.note(f"published as {report.binding.report_name} in {task.store}")
+
+
+def _keep_so_far(screen: Screen, task: CalibrateTask, report: Report) -> None:
+    """Keep the report of a calibration that runs, which may be killed."""
+    try:
+        _save(task, report)
+    except KintsugiError as error:
+        screen.note(f"kintsugi: warning: the evidence so far is not kept: {error}")
+
+
+def _save(task: CalibrateTask, report: Report) -> None:
     if task.out is not None:
         reports.write(task.out, report)
-        screen.note(f"wrote {task.out}")
     if task.store is not None:
         with closing(open_store(task.store)) as store:
             reports.publish(store, report)
-        screen.note(f"published as {report.binding.report_name} in {task.store}")
 
 
 def _check_destination(task: CalibrateTask) -> None:

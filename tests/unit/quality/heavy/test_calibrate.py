@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,12 @@ from kintsugi.core.evidence import Quality
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import FILE, LADDER, Cell, Report
 from kintsugi.models.prompt_form import PromptForm
-from kintsugi.quality.calibrate import BATCH, CalibratedCell, calibrate, prepare_bench
+from kintsugi.quality import reports
+from kintsugi.quality.calibrate import BATCH, CalibratedCell, calibrate, identify_evidence, prepare_bench
 from kintsugi.quality.measure import Bench
 from kintsugi.quality.questions import INSTRUCTION, make_passage_questions, make_segment_questions
 from kintsugi.quality.reports import ReportKeeper
+from kintsugi.store.client.ram import RamStore
 from tests.fakes.chat_templates import CHATML, tokenizer_with
 from tests.fakes.reports import BINDING, VERSIONS
 from tests.unit.quality.fakes import FakeEngine, case
@@ -100,6 +103,38 @@ def test_answers_are_tested_where_they_are_given() -> None:
     assert tally.answers == ((0, tally.pairs),)
     assert tally.pairs > 150, "a loss of three points takes more answers"
     assert run.found[0].standing.passed == LADDER
+
+
+def test_the_evidence_is_kept_while_it_grows_and_never_counts_twice() -> None:
+    """A calibration that is killed, and one that is run again on the same questions."""
+    store, engine = RamStore(), FakeEngine()
+    engine.right_from = lambda selection, index: True
+    kept: list[int] = []
+
+    def publish(report: Report) -> None:
+        reports.publish(store, report)
+        stored = reports.fetch_report(store, BINDING)
+        assert stored is not None
+        kept.append(stored.tally(CELL, FILE, LADDER[0]).pairs)
+        if len(kept) == 3:
+            raise KeyboardInterrupt
+
+    bench = Bench(engine, [case(index, ()) for index in range(COUNT)], 1, BATCH)
+    for _ in range(2):
+        keeper = ReportKeeper(None, BINDING, VERSIONS, Quality.BALANCED, writer=identify_evidence(bench))
+        with suppress(KeyboardInterrupt):
+            calibrate(bench, keeper, Quality.BALANCED, "plain", keep=publish)
+    assert kept[:3] == [BATCH, 2 * BATCH, 3 * BATCH]
+    assert len(kept) > 3
+    assert kept == sorted(kept), "measuring again takes nothing back"
+    stored = reports.fetch_report(store, BINDING)
+    assert stored is not None
+    once = Run(engine).report
+    assert [stored.tally(CELL, FILE, one) for one in LADDER] == [
+        once.tally(CELL, FILE, one) for one in LADDER
+    ]
+    other = Bench(engine, bench.cases[1:], 1, BATCH)
+    assert identify_evidence(other) != identify_evidence(bench)
 
 
 def test_time_ends_it_and_keeps_the_evidence() -> None:
