@@ -39,7 +39,7 @@ from kintsugi.store.shard.erasure import Removed, Scope
 from kintsugi.store.shard.eviction.room import NoRoomYet
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.local import ArenaDoor
-from kintsugi.store.shard.shard import FREE_POLL_S, FREE_POLL_S_MAX, Shard, Steps
+from kintsugi.store.shard.shard import Shard, Steps, poll_waits_s
 from kintsugi.store.shard.streaming import LayerStream
 from kintsugi.store.shard.tiers.ram_tier import Arena, ChunkPut, PutOptions
 
@@ -199,15 +199,14 @@ class ChunkStoreService:
         """Reserve room for a chunk. Polls while a disk write makes room: with a thread per waiting put, the
         puts of one namespace would delay all others. Raises `NoRoomYet`."""
         deadline_s = asyncio.get_running_loop().time() + PUT_WAIT_S_MAX
-        wait_s = FREE_POLL_S
+        waits_s = poll_waits_s()
         while True:
             try:
                 return self.shard.begin_put(manifest, options)
             except NoRoomYet:
                 if asyncio.get_running_loop().time() >= deadline_s:
                     raise
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, FREE_POLL_S_MAX)
+            await asyncio.sleep(next(waits_s))
 
     def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
         first, _ = wire.parse_payload(message, pb.PutChunkKVRequest)

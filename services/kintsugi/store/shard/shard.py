@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -56,8 +56,8 @@ ERASE_GRACE_S = 2.0
 client needs to read its chunks."""
 CUT_PERIOD_S = 1.0
 """Interval at which an erasure cuts the calls that it waits for."""
-FREE_POLL_S, FREE_POLL_S_MAX = 0.02, 0.1
-"""Shortest and longest time between two looks whether chunks are still in use."""
+FREE_POLL_S, FREE_POLL_S_MAX, FREE_POLL_GROWTH = 0.002, 0.1, 1.25
+"""Shortest and longest time between two looks whether chunks are still in use, and how it grows."""
 
 T = TypeVar("T")
 Steps = Generator[float, None, T]
@@ -308,7 +308,7 @@ class Shard:
         """Delete the chunks that a recorded erasure covers, count them in `removed`, and wipe their bytes.
         Raises like `erasing`."""
         began_s = time.monotonic()
-        cut_s, wait_s = began_s + ERASE_GRACE_S, FREE_POLL_S
+        cut_s, waits_s = began_s + ERASE_GRACE_S, poll_waits_s()
         removed.add(self.table.remove(scope))
         flushes = self.flush_writers()
         while not all(flush.done() for flush in flushes) or self.table.is_in_hand(scope):
@@ -320,13 +320,12 @@ class Shard:
             if now_s >= cut_s:
                 self.holders.cut(scope)
                 cut_s = now_s + CUT_PERIOD_S  # a call may have begun just before its chunks were deleted
-            yield wait_s
-            wait_s = min(2 * wait_s, FREE_POLL_S_MAX)
+            yield next(waits_s)
         for flush in flushes:
             flush.result()
-        wiping = self._wiper.join()
+        wiping, waits_s = self._wiper.join(), poll_waits_s()
         while not self._wiper.run(wiping, self._wipe_tiers):
-            yield FREE_POLL_S
+            yield next(waits_s)
 
     def apply_erasures(self, peer: str, found: ErasureRange) -> None:
         """Apply erasures that another shard has recorded and this one has missed.
@@ -452,6 +451,14 @@ class Shard:
         self.ram.arena.close()
         if self._home is not None:
             self._home.close()
+
+
+def poll_waits_s() -> Iterator[float]:
+    """Yield the times between looks. They grow slowly, so that little time passes after the last one."""
+    wait_s = FREE_POLL_S
+    while True:
+        yield wait_s
+        wait_s = min(FREE_POLL_GROWTH * wait_s, FREE_POLL_S_MAX)
 
 
 def _run_through(steps: Steps[T]) -> T:
