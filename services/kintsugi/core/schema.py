@@ -4,8 +4,10 @@ loader of frozen dataclasses. Each error names the field."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -16,6 +18,7 @@ from kintsugi.core.errors import InvalidField, UnknownField
 
 T = TypeVar("T")
 
+NAME_CHARS_SHOWN = 64
 STRICT = ConfigDict(extra="forbid", strict=False)
 """Set as `__pydantic_config__` on a dataclass that `load` reads."""
 OFF_IN_YAML = BeforeValidator(lambda value: "off" if value is False else value)
@@ -147,3 +150,30 @@ def dataclass_within(annotation: Any) -> type[Any] | None:
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return annotation
     return next((inner for one in get_args(annotation) if (inner := dataclass_within(one))), None)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return a JSON document. Raises `ValueError` where another reader might find other values: an object
+    that has a name twice, NaN, a number that no double can hold."""
+    return json.loads(
+        text, object_pairs_hook=_fields_of, parse_constant=_refuse_constant, parse_float=_finite
+    )
+
+
+def _fields_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name[:NAME_CHARS_SHOWN]!r} occurs twice in an object")
+    return fields
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:NAME_CHARS_SHOWN]} exceeds every number")
+    return number

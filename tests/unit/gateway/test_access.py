@@ -123,6 +123,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, caplog: pytest.L
     ("text", "message"),
     [
         ("{", "is not JSON"),
+        ('{"tokens": [], "tokens": []}', "'tokens' occurs twice"),
         ("[" * 100_000, "is not JSON"),
         ('{"tokens": [{"name": "a", "sha256": "00", "namespaces": ["a"]}]}', "sha256"),
         ('{"tokens": [{"name": "a", "sha256": "%s", "namespaces": []}]}', "namespaces"),

@@ -7,7 +7,6 @@ callers are authenticated.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError
-from kintsugi.core.schema import check_text
+from kintsugi.core.schema import check_text, parse_json
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.gateway.requests import BODY_READ_S
 from kintsugi.store.protocol.access import Caller
@@ -184,7 +183,7 @@ def parse_object(data: bytes | str, where: str = "body") -> dict[str, Any]:
     """Return a JSON object. ``where``: the request's field, for errors. Raises `InvalidField`."""
     try:
         text = data if isinstance(data, str) else data.decode()
-        found = json.loads(text, parse_constant=_refuse_constant)
+        found = parse_json(text)
         if text.count("[") + text.count("{") > DEPTH_MAX and _is_deeper(found, DEPTH_MAX):
             raise RecursionError
     except RecursionError:
@@ -197,10 +196,6 @@ def parse_object(data: bytes | str, where: str = "body") -> dict[str, Any]:
         # JSON can write half of a surrogate pair, but neither a tokenizer nor an answer can hold it.
         _check_texts(found, "" if where == "body" else where)
     return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _check_texts(value: Any, where: str) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.namespaces import enclosing, is_within
+from kintsugi.core.schema import parse_json
 from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
 from kintsugi.store.protocol.files import check_private, sync_path
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys
@@ -97,7 +98,7 @@ def read_entries(path: Path) -> dict[str, KeyEntry]:
     if len(text) > FILE_BYTES_MAX:
         raise InvalidField("keys", f"{path} has more than {FILE_BYTES_MAX} bytes")
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except (ValueError, RecursionError):  # their messages would quote the file
         raise InvalidField("keys", f"{path} is not JSON; make a key file with kintsugi keys create") from None
     namespaces = values.get("namespaces") if isinstance(values, dict) and len(values) == 1 else None

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -40,7 +39,7 @@ from kintsugi.core.namespaces import (
     check_sent_once,
     matches,
 )
-from kintsugi.core.schema import STRICT, load
+from kintsugi.core.schema import STRICT, load, parse_json
 from kintsugi.core.spaces import check_namespace
 from kintsugi.store.protocol.files import check_private
 from kintsugi.store.protocol.watched_files import WatchedFiles
@@ -381,7 +380,7 @@ def read_values(path: Path) -> Any:
     if len(text) > FILE_BYTES_MAX:
         raise InvalidField("tokens_file", f"{path} has more than {FILE_BYTES_MAX} bytes")
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise InvalidField(
             "tokens_file", f"{path} is not JSON ({error}); make a tokens file with kintsugi token"

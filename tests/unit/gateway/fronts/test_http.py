@@ -213,6 +213,12 @@ def test_a_stream_that_breaks_says_so_in_its_last_event() -> None:
         (b"[" * 200_000, "nested more than 100 levels"),
         (b'{"input": ' + b"[" * 100 + b"]" * 100 + b"}", "nested more than 100 levels"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+        (
+            b'{"kintsugi": {"namespace": "a", "n\\u0061mespace": "b"}}',
+            "'namespace' occurs twice in an object",
+        ),
+        (b'{"kintsugi": {}, "kintsugi": {"namespace": "b"}}', "'kintsugi' occurs twice in an object"),
+        (b'{"temperature": -1e999}', "-1e999 exceeds every number"),
     ],
 )
 def test_bodies_that_are_no_json_object(raw: bytes, message: str) -> None:
