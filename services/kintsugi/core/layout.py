@@ -52,6 +52,11 @@ accuracy, because elements are divided by the rounded scale."""
 EXPONENTS_BYTES = 2
 """Size of a head's two exponents, to which its scales of K and of V are relative."""
 SINK_TOKENS = 4
+INT4_GROUP = 64
+"""Elements of `Codec.INT4` that share a scale and a zero point: tokens of a channel of K, channels of a token
+of V."""
+INT4_PARAMETERS_BYTES = 2
+"""Size of a scale and a zero point."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 """Valid ids of namespace keys."""
 
@@ -71,10 +76,16 @@ class Codec(IntEnum):
     """e4m3: three bits of mantissa, no infinity."""
     INT8_SINKS = 4
     FP8_SINKS = 5
+    INT4 = 6
+    """Two elements a byte, with a scale and a zero point for each `INT4_GROUP` elements. The sinks are not
+    quantised."""
 
     def sinks_of(self, num_tokens: int) -> int:
         """Return the number of leading tokens that are not quantised."""
-        return min(num_tokens, SINK_TOKENS) if self in (Codec.INT8_SINKS, Codec.FP8_SINKS) else 0
+        return min(num_tokens, SINK_TOKENS) if self in _WITH_SINKS else 0
+
+
+_WITH_SINKS = frozenset((Codec.INT8_SINKS, Codec.FP8_SINKS, Codec.INT4))
 
 
 def codec_named(name: str) -> Codec:
@@ -175,8 +186,23 @@ class LayerGroup:
             raise InvalidField("codec", f"{codec.name.lower()} encodes only K and V; use raw for this model")
         sinks = codec.sinks_of(num_tokens)
         small = num_tokens - sinks
+        exact = self.width * sinks * ELEMENT_BYTES[dtype]
+        if codec is Codec.INT4:
+            return sum(self.int4_bytes(small)) + EXPONENTS_BYTES + exact
         scales = EXPONENTS_BYTES + SCALE_BYTES * (self.parts[0].width + small)
-        return self.width * (small + sinks * ELEMENT_BYTES[dtype]) + scales
+        return self.width * small + scales + exact
+
+    def int4_bytes(self, num_tokens: int) -> tuple[int, int, int, int]:
+        """Return the bytes of a head's K and V in `Codec.INT4`, and of their scales and zero points. Raises
+        `InvalidField` for an odd width."""
+        key, value = (part.width for part in self.parts)
+        if key % 2 or value % 2:
+            raise InvalidField(
+                "codec", f"int4 stores two elements a byte; widths {key}, {value} are not even"
+            )
+        groups = key * -(-num_tokens // INT4_GROUP), num_tokens * -(-value // INT4_GROUP)
+        parameters = [INT4_PARAMETERS_BYTES * count for count in groups]
+        return num_tokens * key // 2, num_tokens * value // 2, parameters[0], parameters[1]
 
 
 @dataclass(frozen=True)
@@ -250,7 +276,13 @@ class KVLayout:
 
     def holds(self, codec: Codec) -> bool:
         """Whether `codec` encodes every layer."""
-        return codec is Codec.RAW or all(group.has_k_and_v for group in self.groups)
+        if codec is Codec.RAW:
+            return True
+        multiple = 2 if codec is Codec.INT4 else 1
+        return all(
+            group.has_k_and_v and all(part.width % multiple == 0 for part in group.parts)
+            for group in self.groups
+        )
 
     def first_head(self, layer: int) -> int:
         """The total number of heads of the layers before this one."""

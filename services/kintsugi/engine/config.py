@@ -83,8 +83,9 @@ class EngineConfig:
     model."""
 
     codec: str = "raw"
-    """Codec of stored chunks: `raw`, or `int8` or `fp8` for half the bytes; `int8_sinks` and `fp8_sinks`
-    keep a chunk's first tokens in 16 bit. Loaded chunks are decoded by the codec in their manifest."""
+    """Codec of stored chunks: `raw`; `int8` or `fp8` for half the bytes, `int4` for 0.27 of them;
+    `int8_sinks` and `fp8_sinks` keep a chunk's first tokens in 16 bit, as `int4` does. Loaded chunks are
+    decoded by the codec in their manifest."""
 
     loading_controller: bool = True
     """Prefill a prompt in full if a blend is predicted to be slower, recompute chunks that load slowly, and

@@ -8,11 +8,7 @@ element is at most
 - ``int8``: half a scale, where the scale is the maximum ÷ 127;
 - ``fp8``: 1/16 of the element, or 2⁻¹⁰ of its scale if that is more, where the scale is the maximum ÷ 448.
 
-A scale takes one byte: five bits of mantissa, rounded up by at most 1/32 so that no element is clipped, and
-three bits of exponent relative to an exponent that all scales of a head's K (or V) share. The shared exponent
-is seven octaves below the largest scale's. So every magnitude can be stored; a channel or token below 1/128
-of its head's largest loses one bit with each further octave. A shared exponent that no finite KV can have
-means that the frame is damaged, or that its KV was not finite when it was saved: decoding refuses it.
+A scale takes one byte (`fusor.scales`). `fusor.int4` describes the codec `int4`.
 
 Cost on one CPU core, for 16-bit KV: encoding takes four passes in fp32; decoding takes one pass (`fp8`: two)
 that reads one byte per element and writes two. Both run on the tensor's device: the engine's when saving; the
@@ -21,7 +17,6 @@ loader's thread decodes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,18 +25,11 @@ from torch import Tensor
 
 from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.core.layout import EXPONENTS_BYTES, SCALE_BYTES, Codec, KVLayout, LayerGroup, Part, PartKind
+from kintsugi.fusor import int4
+from kintsugi.fusor.scales import EXPONENT_MAX, decode_scales, encode_scales
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-MANTISSA_BITS = 5
-"""Mantissa bits in a scale's byte; the other three bits are its exponent."""
-OCTAVES_BELOW = 7
-"""Distance from the largest scale's exponent down to the shared exponent."""
-EXPONENT_MAX = 241
-"""Highest valid shared exponent, biased as in fp32: the largest finite number ÷ 127 has the exponent 248."""
-_DROPPED_BITS = 23 - MANTISSA_BITS
-"""Bits that a scale drops from fp32's mantissa."""
 
 EVERY_ROW = slice(None)
 
@@ -156,8 +144,15 @@ def check_scales(frame: Tensor, encoding: Encoding) -> None:
     host, so that no device is waited for."""
     if encoding.codec is Codec.RAW:
         return
-    if bool((_Parts.of(frame, encoding).exponents > EXPONENT_MAX).any()):
+    if bool((_split_frame(frame, encoding).exponents > EXPONENT_MAX).any()):
         raise Corrupted("a frame has scales that finite KV cannot have; put the chunk again")
+
+
+def _split_frame(frame: Tensor, encoding: Encoding) -> _Parts | int4.Packed:
+    """Split a quantised frame, uint8 `[heads, head_bytes]`, into its parts."""
+    if encoding.codec is Codec.INT4:
+        return int4.Packed.of(frame, encoding.group, encoding.num_tokens - encoding.sinks)
+    return _Parts.of(frame, encoding)
 
 
 def decode_into(frame: Tensor, encoding: Encoding, rows: slice, key: Tensor, value: Tensor) -> None:
@@ -212,61 +207,53 @@ def _quantize(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
     parts_stored = (Part(PartKind.K, key.shape[2]), Part(PartKind.V, value.shape[2]))
     encoding = Encoding(LayerGroup(1, heads, parts_stored), NAMES[key.dtype], codec, num_tokens)
     flat = torch.zeros(heads, encoding.head_bytes, dtype=torch.uint8, device=key.device)
-    parts, elements, sinks = _Parts.of(flat, encoding), ELEMENTS[codec], encoding.sinks
+    packed, sinks = _split_frame(flat, encoding), encoding.sinks
+    if sinks < num_tokens:
+        if isinstance(packed, int4.Packed):
+            int4.quantize(key[sinks:], value[sinks:], packed)
+        else:
+            _quantize_bytes(key[sinks:], value[sinks:], packed, ELEMENTS[codec])
+    packed.sinks.copy_(encode(key[:sinks], value[:sinks], Codec.RAW).view(torch.uint8))
+    return flat
+
+
+def _quantize_bytes(key: Tensor, value: Tensor, parts: _Parts, elements: _Elements) -> None:
     for which, tensor, over, quantised, scales in (
         (0, key, 1, parts.key, parts.key_scale),
         (1, value, 2, parts.value, parts.value_scale),
     ):
-        if sinks == num_tokens:
-            continue  # every token is stored exactly
-        wide = tensor[sinks:].transpose(0, 1).float()
-        exponent, codes = _scale_codes(wide.abs().amax(over), elements)
+        wide = tensor.transpose(0, 1).float()
+        exponent, codes = encode_scales(wide.abs().amax(over) / elements.largest)
         parts.exponents[:, which].copy_(exponent)
         scales.copy_(codes)
         # If all elements are zero, the scale may be zero, too, and the quotient is NaN.
-        scaled = (wide / _scales(exponent, codes).float().unsqueeze(over)).nan_to_num_(0.0)
+        scaled = (wide / decode_scales(exponent, codes).float().unsqueeze(over)).nan_to_num_(0.0)
         scaled = scaled.round_() if elements.dtype == torch.int8 else scaled
         quantised.copy_(scaled.to(elements.dtype).view(torch.uint8).flatten(1))
-    exact = encode(key[:sinks], value[:sinks], Codec.RAW)
-    parts.sinks.copy_(exact.view(torch.uint8))
-    return flat
-
-
-def _scale_codes(largest: Tensor, elements: _Elements) -> tuple[Tensor, Tensor]:
-    """Encode fp32 magnitudes `[heads, n]` as shared exponents `[heads]` and one byte per scale `[heads, n]`.
-
-    Scales are rounded up, so an element divided by its scale never exceeds the range of its dtype.
-    """
-    exact = (largest / elements.largest).nan_to_num(nan=math.inf, posinf=math.inf)
-    # Positive floats sort like their bit patterns, and a carry out of the mantissa raises the exponent.
-    bits = (exact.view(torch.int32) + (1 << _DROPPED_BITS) - 1) >> _DROPPED_BITS
-    exponent = ((bits.amax(1) >> MANTISSA_BITS) - OCTAVES_BELOW).clamp(0)
-    return exponent, (bits - (exponent << MANTISSA_BITS)[:, None]).clamp(0)
-
-
-def _scales(exponent: Tensor, codes: Tensor) -> Tensor:
-    """Decode scales exactly, as bfloat16 `[heads, n]`, from shared exponents `[heads]` and one byte each."""
-    bits = codes.int() + (exponent.int() << MANTISSA_BITS)[:, None]
-    return (bits << 7 - MANTISSA_BITS).to(torch.int16).view(torch.bfloat16)
 
 
 def _dequantize(flat: Tensor, encoding: Encoding, rows: slice, outputs: tuple[Tensor, Tensor]) -> None:
-    parts, heads = _Parts.of(flat, encoding), len(flat)
-    num_tokens, sinks = encoding.num_tokens, encoding.sinks
-    small = num_tokens - sinks
-    key_scale = _scales(parts.exponents[:, 0], parts.key_scale)[:, None]
-    value_scale = _scales(parts.exponents[:, 1], parts.value_scale)[:, :, None]
-    exact = _split(_view_as_dtype(parts.sinks, DTYPES[encoding.dtype]), encoding, sinks)
-    first, end, _ = rows.indices(num_tokens)
-    some = slice(max(first - sinks, 0), max(end - sinks, 0))
-    for quantised, scale, own, width, out in (
-        (parts.key, key_scale, exact[0], encoding.widths[0], outputs[0]),
-        (parts.value, value_scale[:, some], exact[1], encoding.widths[1], outputs[1]),
-    ):
-        narrow = quantised.view(ELEMENTS[encoding.codec].dtype).view(heads, small, width)[:, some]
-        num_exact = len(out) - narrow.shape[1]
+    packed, sinks = _split_frame(flat, encoding), encoding.sinks
+    first, end, _ = rows.indices(encoding.num_tokens)
+    num_exact = max(min(end, sinks) - first, 0)
+    exact = _split(_view_as_dtype(packed.sinks, DTYPES[encoding.dtype]), encoding, sinks)
+    for own, out in zip(exact, outputs, strict=True):
         out[:num_exact] = own[:, first : first + num_exact].transpose(0, 1)
-        _multiply(narrow, scale, out[num_exact:].transpose(0, 1))
+    key, value = (out[num_exact:] for out in outputs)
+    some = slice(max(first - sinks, 0), max(end - sinks, 0))
+    if isinstance(packed, int4.Packed):
+        int4.dequantize(packed, some.start, key, value)
+    else:
+        _dequantize_bytes(packed, encoding, some, key, value)
+
+
+def _dequantize_bytes(parts: _Parts, encoding: Encoding, rows: slice, key: Tensor, value: Tensor) -> None:
+    key_scale = decode_scales(parts.exponents[:, 0], parts.key_scale)[:, None]
+    value_scale = decode_scales(parts.exponents[:, 1], parts.value_scale)[:, rows, None]
+    for quantised, scale, out in ((parts.key, key_scale, key), (parts.value, value_scale, value)):
+        width = out.shape[2]
+        narrow = quantised.view(ELEMENTS[encoding.codec].dtype).view(len(quantised), -1, width)[:, rows]
+        _multiply(narrow, scale, out.transpose(0, 1))
 
 
 def _multiply(narrow: Tensor, scale: Tensor, out: Tensor) -> None:

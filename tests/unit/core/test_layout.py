@@ -216,10 +216,11 @@ def test_codec_ids_never_change() -> None:
         "FP8": 3,
         "INT8_SINKS": 4,
         "FP8_SINKS": 5,
+        "INT4": 6,
     }
 
 
 def test_codecs_have_names() -> None:
     assert [codec_named(codec.name.lower()) for codec in Codec] == list(Codec)
-    with pytest.raises(InvalidField, match="codec: 'int4' is not one of raw, int8, fp8"):
-        codec_named("int4")
+    with pytest.raises(InvalidField, match="codec: 'int2' is not one of raw, int8, fp8"):
+        codec_named("int2")

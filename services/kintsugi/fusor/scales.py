@@ -1,0 +1,40 @@
+"""Scales of quantised codecs, one byte each.
+
+A scale's byte has five bits of mantissa, rounded up by at most 1/32 so that no element is clipped, and three
+bits of exponent relative to an exponent that all scales of a head's K (or V) share. The shared exponent is
+seven octaves below the largest scale's. So every magnitude can be stored; a scale below 1/128 of its head's
+largest loses one bit with each further octave. A shared exponent that no finite KV can have means that the
+frame is damaged, or that its KV was not finite when it was saved: decoding refuses it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+MANTISSA_BITS = 5
+"""Mantissa bits in a scale's byte; the other three bits are its exponent."""
+OCTAVES_BELOW = 7
+"""Distance from the largest scale's exponent down to the shared exponent."""
+EXPONENT_MAX = 241
+"""Highest valid shared exponent, biased as in fp32: the largest finite number ÷ 127 has the exponent 248."""
+_DROPPED_BITS = 23 - MANTISSA_BITS
+"""Bits that a scale drops from fp32's mantissa."""
+
+
+def encode_scales(exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode fp32 scales `[heads, n]`, at least 0, as shared exponents `[heads]` and one byte each `[heads,
+    n]`. They are rounded up."""
+    exact = exact.nan_to_num(nan=math.inf, posinf=math.inf)
+    # Positive floats sort like their bit patterns, and a carry out of the mantissa raises the exponent.
+    bits = (exact.view(torch.int32) + (1 << _DROPPED_BITS) - 1) >> _DROPPED_BITS
+    exponent = ((bits.amax(1) >> MANTISSA_BITS) - OCTAVES_BELOW).clamp(0)
+    return exponent, (bits - (exponent << MANTISSA_BITS)[:, None]).clamp(0)
+
+
+def decode_scales(exponent: Tensor, codes: Tensor) -> Tensor:
+    """Decode scales exactly, as bfloat16 `[heads, n]`, from shared exponents `[heads]` and one byte each."""
+    bits = codes.int() + (exponent.int() << MANTISSA_BITS)[:, None]
+    return (bits << 7 - MANTISSA_BITS).to(torch.int16).view(torch.bfloat16)
