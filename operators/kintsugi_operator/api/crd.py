@@ -33,6 +33,7 @@ COLUMNS = {
         ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status'),
         ("Shards", "string", ".status.shards"),
         ("Engines", "string", ".status.engines"),
+        ("Blending", "string", '.status.conditions[?(@.type=="Blending")].status'),
         ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason'),
         ("Age", "date", ".metadata.creationTimestamp"),
     ],

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
+from kintsugi.core.deploy import ENGINE_METRICS_PORT
 from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
@@ -59,6 +60,7 @@ from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.store import PART as STORE
 from kintsugi_operator.objects.store import ray_service_name
 from kintsugi_operator.observed import conditions as c
+from kintsugi_operator.observed.blending import describe_blending
 from kintsugi_operator.observed.changes import Change, list_changes
 from kintsugi_operator.observed.refusals import join_problems, list_refusals
 from kintsugi_operator.observed.views import (
@@ -172,8 +174,11 @@ class Reconciler:
             await self._upgrade(namespace, result)
             return problems
 
-        is_done = await self._act_and_report(act(), live, before, result.status, result.status)
-        is_in_progress = any(one.status == "False" for one in result.status.conditions)
+        status, is_in_progress = result.status, any(map(c.is_false, result.status.conditions))
+        blending = None if is_in_progress else await self._blending(pods)
+        if blending is not None:
+            status = replace(status, conditions=(*status.conditions, blending))
+        is_done = await self._act_and_report(act(), live, before, status, status)
         return LATER_S if is_done and not is_in_progress else SOON_S
 
     async def corpus(self, namespace: str, name: str) -> float | None:
@@ -342,6 +347,16 @@ class Reconciler:
             return {}
         host = job.dashboard.removeprefix("http://")
         return figures_in(await self._web.fetch(f"http://{host}/api/jobs/{job.job_id}/logs"))
+
+    async def _blending(self, pods: Sequence[Manifest]) -> Condition | None:
+        """Whether the service blends, as one of its engines says; None if none says it. All engines follow
+        one report."""
+        engines = [one for one in pods if label_of(one, LABEL_ROLE) == "engine" and is_pod_ready(one)]
+        address = next((one["status"]["podIP"] for one in engines if one["status"].get("podIP")), "")
+        if not address:
+            return None
+        host = f"[{address}]" if ":" in address else address
+        return describe_blending(await self._web.fetch(f"http://{host}:{ENGINE_METRICS_PORT}/metrics"))
 
     async def _apply(self, wanted: Iterable[Manifest], live: Sequence[Manifest]) -> tuple[Problem, ...]:
         """Apply the objects that differ, in order: claims before the pods that mount them. Returns what was

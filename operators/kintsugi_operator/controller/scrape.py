@@ -1,4 +1,4 @@
-"""Reads the logs of jobs from the dashboards of their Ray clusters."""
+"""Reads pages of pods: the logs of jobs from their clusters' dashboards, and an engine's metrics."""
 
 from __future__ import annotations
 

@@ -70,6 +70,7 @@ def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
         _users_policy(spec, owner),
         _gateway_policy(spec, owner),
         _heads_policy(spec, owner, home),
+        _engines_policy(owner, home),
         *_metrics_policies(spec, owner),
     ]
 
@@ -125,6 +126,13 @@ def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
         # A policy cannot name a host, so all destinations are allowed.
         egress.append({"ports": _ports(int(spec.expert.redis.address.rpartition(":")[2]))})
     return _policy(owner, "heads", _match(owner, role="head"), ingress=ingress, egress=egress)
+
+
+def _engines_policy(owner: Owner, home: str) -> Manifest:
+    """Let the operator read from engines how far they have learned."""
+    peers = [{"namespaceSelector": _namespace(home), "podSelector": {"matchLabels": OPERATOR}}]
+    ingress = [{"from": peers, "ports": _ports(ENGINE_METRICS_PORT)}]
+    return _policy(owner, "engines", _match(owner, part="service", role="engine"), ingress=ingress)
 
 
 def _metrics_policies(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:

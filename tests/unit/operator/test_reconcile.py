@@ -15,7 +15,7 @@ from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.controller.cluster import Refused
 from kintsugi_operator.controller.finalizer import set_finalizer
 from kintsugi_operator.controller.metrics import OperatorMetrics
-from kintsugi_operator.controller.reconcile import Reconciler
+from kintsugi_operator.controller.reconcile import LATER_S, Reconciler
 from kintsugi_operator.desired.compare import drift
 from kintsugi_operator.desired.rollout import RETIRE_AFTER_S
 from kintsugi_operator.objects.deployed import EngineRevision
@@ -119,6 +119,56 @@ def test_a_service_becomes_objects_and_then_nothing_is_written(world: World) -> 
     world.now += timedelta(hours=1)
     world.look()
     assert world.cluster.writes == before
+
+
+def metrics_page(**values: float) -> str:
+    return "".join(
+        f"# TYPE kintsugi_quality_{name} gauge\nkintsugi_quality_{name} {value}\n"
+        for name, value in values.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("page", "status", "message"),
+    [
+        (
+            metrics_page(open=0, pairs_missing=33, loss=0.05),
+            "False",
+            "until about 40 more of them are measured",
+        ),
+        (metrics_page(open=0, loss=0.61), "False", "a mean loss of 0.61, too much to pass"),
+        (
+            metrics_page(open=1, cost=0.66, loss=0.05),
+            "True",
+            "compute 66% of a full prefill, with a mean loss of 0.05",
+        ),
+    ],
+)
+def test_the_service_says_whether_it_blends(world: World, page: str, status: str, message: str) -> None:
+    world.up()
+    world.web.pages["http://10.0.0.9:7580/metrics"] = page
+    waits_s = world.look()
+    told = world.condition("Blending")
+    assert told["status"] == status
+    assert message in told["message"]
+    assert waits_s == LATER_S, "learning is not a change in progress"
+    assert world.condition("Reconciling")["status"] == "False"
+    before = world.cluster.writes.copy()
+    world.web.pages["http://10.0.0.9:7580/metrics"] = page.replace("missing 33", "missing 31")
+    world.look()
+    assert world.cluster.writes == before, "few looks write"
+    world.web.pages.clear()
+    world.look()
+    assert world.condition("Blending") == told, "an engine that does not answer takes nothing back"
+
+
+def test_an_engine_that_does_not_learn_and_other_programs_pages_say_nothing(world: World) -> None:
+    world.up()
+    for page in ("", "vllm_running 1\n", "<html>no metrics</html>", 'kintsugi_quality_dropped{a="b"} 1\n'):
+        world.web.pages["http://10.0.0.9:7580/metrics"] = page
+        world.look()
+    conditions = world.cluster.find("BlendService", "acme")["status"]["conditions"]
+    assert "Blending" not in [one["type"] for one in conditions]
 
 
 def test_defaults_of_the_api_server_are_not_drift(world: World) -> None:
