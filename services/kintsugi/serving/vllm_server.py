@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class LearningMiddleware:
-    """An ASGI middleware that learns while the server runs, and passes everything on unchanged."""
+    """An ASGI middleware that learns while the server runs, and passes everything on unchanged. A server that
+    cannot learn does not start, and says why."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -38,7 +39,13 @@ class LearningMiddleware:
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
-        async with learn_on(scope["app"].state.engine_client):
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(learn_on(scope["app"].state.engine_client))
+            except KintsugiError as error:
+                # An exception would only make uvicorn serve without this middleware.
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
             await self._app(scope, receive, send)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.engine.plugin import CONNECTOR
-from kintsugi.serving.vllm_server import _specify
+from kintsugi.serving.vllm_server import LearningMiddleware, _specify
 
 TRANSFER = {
     "kv_connector": CONNECTOR,
@@ -47,3 +48,32 @@ def test_a_server_that_cannot_learn_is_told_what_to_change(
 ) -> None:
     with pytest.raises(InvalidField, match=advice):
         _specify(config_of(transfer, policy))
+
+
+def test_a_server_that_cannot_learn_does_not_start() -> None:
+    """uvicorn would take an exception for an application without a lifespan, and serve."""
+    client = SimpleNamespace(vllm_config=config_of(TRANSFER, "fcfs"), generate=None)
+    scope = {"type": "lifespan", "app": SimpleNamespace(state=SimpleNamespace(engine_client=client))}
+    sent: list[dict[str, Any]] = []
+
+    async def refuse(*given: Any) -> Any:
+        raise AssertionError("the server was started")
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(LearningMiddleware(refuse)(scope, refuse, send))
+    (message,) = sent
+    assert message["type"] == "lifespan.startup.failed"
+    assert "--scheduling-policy priority" in message["message"]
+
+
+def test_requests_pass_unchanged() -> None:
+    seen: list[Any] = []
+
+    async def app(*given: Any) -> None:
+        seen.append(given)
+
+    given: tuple[Any, Any, Any] = ({"type": "http"}, object(), object())
+    asyncio.run(LearningMiddleware(app)(*given))
+    assert seen == [given]
