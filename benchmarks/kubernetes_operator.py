@@ -320,8 +320,9 @@ def main() -> None:
     if arguments.histories:
         figures |= measure_repairs(arguments.histories)
     config = {"api_server": "cluster" if is_real else "stand-in", "quick": arguments.quick, **figures}
-    save_as = "kubernetes-operator" if arguments.save else None
-    report("kubernetes_operator", config, judge(figures), save_as)
+    # The histories alone are kept beside the figures of the operator's process, not in their place.
+    name = "kubernetes-operator" if arguments.services else "kubernetes-operator-histories"
+    report("kubernetes_operator", config, judge(figures), name if arguments.save else None)
 
 
 def judge(measured: Mapping[str, Any]) -> list[Figure]:
