@@ -23,7 +23,8 @@ from typing import Any, get_type_hints
 import yaml
 
 from kintsugi.core.schema import dataclass_within
-from kintsugi.core.settings import camel, fields_in_order, setting
+from kintsugi.core.settings import Pattern, camel, fields_in_order, setting
+from kintsugi_operator.api import patterns
 from kintsugi_operator.api.blend_service import (
     Engines,
     EnginesExpert,
@@ -38,7 +39,6 @@ from kintsugi_operator.api.blend_service import (
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.crd import Schema, descriptions, schema_of
 from kintsugi_operator.api.manifest import ManifestSettings, to_manifest
-from kintsugi_operator.api.patterns import HOST_AND_PATH, HUB_NAME, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
 from kintsugi_operator.api.pod_template import Toleration
 from kintsugi_operator.api.vllm_arguments import VLLM_ARGUMENTS
 
@@ -47,13 +47,18 @@ LINE_MAX = 110
 HINT = (
     "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
 )
-REPOSITORY = rf"^(?:{HINT}){{0}}{HOST_AND_PATH}/?$"
-"""Helm's error message quotes the pattern that did not match, and nothing else of the schema. So the pattern
-contains a hint on how to get images, with zero repetitions, so that it matches nothing."""
-CORPUS_NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
-DIGEST = r"^(sha256:[0-9a-f]{64})?$"
-HOST = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
-SECTION = r"^([A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?)?$"
+REPOSITORY = Pattern(f"^{patterns.HOST_AND_PATH}/?$", HINT)
+LETTERS = "lowercase letters, digits and -, starting with a letter and ending with a letter or a digit"
+CORPUS_NAME = Pattern("^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$", f"at most 63 {LETTERS}")
+SERVICE_NAME = Pattern("^[a-z]([-a-z0-9]*[a-z0-9])?$", LETTERS).or_empty()
+TAG = Pattern("^[A-Za-z0-9_][A-Za-z0-9._-]*$", "letters, digits, ., _ and -").or_empty()
+DIGEST = Pattern("^sha256:[0-9a-f]{64}$", "sha256: and 64 hexadecimal digits").or_empty()
+HOST = Pattern(
+    f"^([*][.])?{patterns.SUBDOMAIN}$", "a DNS name in lowercase, which may start with an asterisk"
+)
+SECTION = Pattern("^[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?$", "letters, digits, - and .").or_empty()
+CORES = Pattern("^[0-9]+([.][0-9]+)?m?$", "CPU cores, such as 0.5 or 500m").or_empty()
+DURATION = Pattern("^[0-9]+(ms|s|m)$", "a duration, such as 30s")
 
 
 class Serving(StrEnum):
@@ -79,7 +84,7 @@ class Images:
 
     repository: str = setting("", maxLength=230, pattern=REPOSITORY)
     """Required, such as registry.example.com/kintsugi. `make images` builds the images."""
-    tag: str = setting("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
+    tag: str = setting("", maxLength=128, pattern=TAG)
     """Tag of the images; empty: the chart's appVersion."""
     serving: Serving = Serving.AUTO
     """Image of engines and gateway. auto: serving-gpu if engines have GPUs, else serving-cpu."""
@@ -95,11 +100,11 @@ class Ingress:
 
     enabled: bool = False
     """Create the Ingress."""
-    class_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    class_name: str = setting("", pattern=patterns.OPTIONAL_NAME, maxLength=253)
     """An IngressClass; empty: the cluster's default."""
     hosts: tuple[str, ...] = setting((), maxItems=32, items={"pattern": HOST, "maxLength": 253})
     """Required if enabled: DNS names under which clients reach the service."""
-    tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    tls_secret: str = setting("", pattern=patterns.OPTIONAL_NAME, maxLength=253)
     """A Secret with tls.crt and tls.key for these hosts; empty: plain HTTP."""
     annotations: Mapping[str, str] = field(default_factory=dict)
     """Annotations for the Ingress controller: time limits, sizes of bodies, HTTPS with
@@ -110,9 +115,9 @@ class Ingress:
 class ParentRef(ManifestSettings):
     """A Gateway of the Gateway API, or one of its listeners."""
 
-    name: str = setting(minLength=1, pattern=NAME, maxLength=253)
+    name: str = setting(minLength=1, pattern=patterns.NAME, maxLength=253)
     """Name of the Gateway."""
-    namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
+    namespace: str = setting("", pattern=patterns.OPTIONAL_NAME, maxLength=63)
     """Namespace of the Gateway; empty: the release's."""
     section_name: str = setting("", pattern=SECTION, maxLength=253)
     """Name of a listener; empty: all listeners that accept the route."""
@@ -147,12 +152,12 @@ class Operator:
     upgrade_crds: bool = True
     """Before each upgrade, run a job that updates the CRDs to the chart's version, but never to an older one.
     While it runs, it needs a ClusterRole. Turn it off if the CRDs are managed elsewhere."""
-    cpu: str = setting("50m", pattern=QUANTITY, maxLength=32)
+    cpu: str = setting("50m", pattern=patterns.QUANTITY, maxLength=32)
     """CPU request of each pod, which may use more."""
-    cpu_limit: str = setting("", pattern=r"^([0-9]+(\.[0-9]+)?m?)?$", maxLength=32)
+    cpu_limit: str = setting("", pattern=CORES, maxLength=32)
     """CPU limit of the operator, the hooks and `helm test`; empty: none. A ResourceQuota on limits.cpu
     requires one."""
-    memory: str = setting("128Mi", pattern=QUANTITY, maxLength=32)
+    memory: str = setting("128Mi", pattern=patterns.QUANTITY, maxLength=32)
     """Memory request and limit of each pod."""
     network_policy: bool = True
     """Create a NetworkPolicy. Ingress: only probes. Egress: only DNS, the API server and the service's
@@ -169,7 +174,7 @@ class Service:
 
     enabled: bool = True
     """Create the BlendService. Turn it off to install only the operator."""
-    name: str = setting("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
+    name: str = setting("", maxLength=40, pattern=SERVICE_NAME)
     """Name of the BlendService; empty: the release's name."""
 
 
@@ -189,7 +194,7 @@ class Monitoring:
     service_monitor: bool = False
     """Create a ServiceMonitor for gateways and PodMonitors for the other pods; needs the Prometheus
     operator's CRDs."""
-    interval: str = setting("30s", pattern=r"^[0-9]+(ms|s|m)$")
+    interval: str = setting("30s", pattern=DURATION)
     """How often Prometheus scrapes."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which Prometheus selects its monitors."""
@@ -211,9 +216,9 @@ class HelmTest:
     """Install the pod of `helm test`."""
     prompt: str = setting("Kintsugi mends pottery with", minLength=1, maxLength=4096)
     """Prompt of the first request."""
-    namespace: str = setting("default", minLength=1, maxLength=128, pattern=NAMESPACE)
+    namespace: str = setting("default", minLength=1, maxLength=128, pattern=patterns.NAMESPACE)
     """Tenant of the request."""
-    token_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    token_secret: str = setting("", pattern=patterns.OPTIONAL_NAME, maxLength=253)
     """A Secret whose key `token` is a bearer token for `namespace`; empty: the Secret that the chart created,
     if any."""
     timeout_s: int = setting(600, minimum=1, maximum=7200)
@@ -225,7 +230,9 @@ class Values:
     """All values that `helm install --set` accepts."""
 
     image: Images = field(default_factory=Images)
-    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, items={"pattern": NAME, "maxLength": 253})
+    image_pull_secrets: tuple[str, ...] = setting(
+        (), maxItems=16, items={"pattern": patterns.NAME, "maxLength": 253}
+    )
     """Names of Secrets in this namespace with which nodes pull the images."""
     model: Model = field(default_factory=lambda: Model(path=""))
     engines: Engines = field(
@@ -268,16 +275,21 @@ def values_schema() -> Schema:
     del model["required"]
     path = model["properties"]["path"]
     path.pop("minLength")
-    path["pattern"] = f"{path['pattern']}|^$"
+    path["pattern"] = _with_words(patterns.MODEL.or_empty())
+    hub = Pattern(f"^{patterns.HUB_NAME}$", "without model.path, model.name is a hub name, such as org/model")
     named = {
         "if": {"properties": {"path": {"minLength": 1}}, "required": ["path"]},
-        "else": {"properties": {"name": {"pattern": f"^{HUB_NAME}$"}}, "required": ["name"]},
+        "else": {"properties": {"name": {"pattern": _with_words(hub)}}, "required": ["name"]},
     }
     enabled = {"properties": {"service": {"properties": {"enabled": {"const": True}}}}}
     root["if"], root["then"] = enabled, {"properties": {"model": named}}
     corpus = properties["precompute"]["properties"]["corpora"]["items"]
     del corpus["properties"]["service"]
-    name = {"description": "Name of the CorpusPrecompute.", "type": "string", "pattern": CORPUS_NAME}
+    name = {
+        "description": "Name of the CorpusPrecompute.",
+        "type": "string",
+        "pattern": _with_words(CORPUS_NAME),
+    }
     corpus["properties"] = {"name": name, **corpus["properties"]}
     corpus["required"] = ["name", *(one for one in corpus["required"] if one != "service")]
     for route, mandatory in (("ingress", "hosts"), ("httpRoute", "parentRefs")):
@@ -288,9 +300,17 @@ def values_schema() -> Schema:
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of kintsugi", **root}
 
 
+def _with_words(pattern: Pattern) -> str:
+    """Start the pattern with its words, repeated zero times so that they match nothing: helm's error quotes
+    the pattern, and nothing else of the schema."""
+    return f"^(?:{pattern.words}){{0}}{pattern[1:]}"
+
+
 def _closed(schema: Schema) -> Schema:
     """Remove Kubernetes' extensions and forbid unknown keys."""
     kept = {key: value for key, value in schema.items() if not key.startswith("x-kubernetes-")}
+    if "pattern" in kept:
+        kept["pattern"] = _with_words(kept["pattern"])
     if "properties" in kept:
         kept["properties"] = {name: _closed(one) for name, one in kept["properties"].items()}
         kept["additionalProperties"] = False

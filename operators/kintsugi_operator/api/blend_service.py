@@ -36,7 +36,9 @@ from kintsugi_operator.api.patterns import (
     OPTIONAL_NAME,
     QUANTITY,
     REDIS,
+    RELEASE,
     RESOURCE,
+    TIER,
 )
 from kintsugi_operator.api.pod_template import PodTemplate
 from kintsugi_operator.api.vllm_arguments import VLLM_ARGUMENTS
@@ -130,7 +132,7 @@ class Tier(ManifestSettings):
         Rule(this.name != "data", "data is the volume that every shard has: choose another name", "name"),
     )
 
-    name: str = setting(maxLength=20, pattern=r"^[a-z]([-a-z0-9]{0,18}[a-z0-9])?$")
+    name: str = setting(maxLength=20, pattern=TIER)
     """Name of the tier, which becomes part of its volumes' names."""
     gib: float = setting(minimum=1, maximum=1048576)
     """Size of the tier in each shard, in GiB. A volume that exists may grow, but not shrink."""
@@ -332,7 +334,7 @@ class ServiceExpert(ManifestSettings):
     service's own namespace."""
     egress: tuple[Egress, ...] = setting((), maxItems=32)
     """Further destinations that engines, gateways and jobs may call, such as a trace collector or a proxy."""
-    ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
+    ray_version: str = setting(RAY_VERSION, pattern=RELEASE, maxLength=20)
     """Version of Ray in the images. A store keeps the version that it was created with."""
 
 

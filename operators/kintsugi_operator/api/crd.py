@@ -126,7 +126,7 @@ def _crd(kind: str, short: str, spec: type[Any], status: type[Any]) -> Schema:
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
-            "spec": schema_of(spec),
+            "spec": _in_words(schema_of(spec)),
             "status": {**_without_defaults(schema_of(status)), "default": PENDING},
         },
         "x-kubernetes-validations": [NAME_RULE],
@@ -194,6 +194,22 @@ def _schema_of_annotation(annotation: Any, bounds: Mapping[str, Any]) -> Schema:
         return {"x-kubernetes-preserve-unknown-fields": True, **own}
     names = {str: "string", bool: "boolean", int: "integer", float: "number"}
     return {"type": names[annotation], **own}
+
+
+def _in_words(schema: Schema) -> Schema:
+    """The schema with a rule in place of each pattern: of a pattern, the API server would print the regular
+    expression, of a rule it prints the message."""
+    told = {key: _in_words_within(key, value) for key, value in schema.items() if key != "pattern"}
+    if (pattern := schema.get("pattern")) is not None:
+        rule = {"rule": f"self.matches('{pattern}')", "message": pattern.words}
+        told["x-kubernetes-validations"] = [rule, *told.get("x-kubernetes-validations", ())]
+    return told
+
+
+def _in_words_within(key: str, value: Any) -> Any:
+    if key == "properties":
+        return {name: _in_words(one) for name, one in value.items()}
+    return _in_words(value) if key in ("items", "additionalProperties") else value
 
 
 def _without_defaults(schema: Schema) -> Schema:

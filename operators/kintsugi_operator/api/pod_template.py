@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kintsugi.core.settings import Rule, is_set, setting, this
 from kintsugi_operator.api.manifest import ManifestSettings
-from kintsugi_operator.api.patterns import LABEL, OPTIONAL_NAME
+from kintsugi_operator.api.patterns import LABEL, MOUNT_PATH, OPTIONAL_NAME, VARIABLE
 
 RESERVED_VARIABLES = (
     "^(KINTSUGI_.*|KUBERAY_.*|RAY_.*|HF_HOME|HF_HUB_CACHE|HF_TOKEN|HOME|TORCHINDUCTOR_CACHE_DIR|TRITON_CACHE_DIR"
@@ -33,7 +33,7 @@ class Variable(ManifestSettings):
         Rule(~this.name.matches(RESERVED_VARIABLES), RESERVED_MESSAGE, "name"),
     )
 
-    name: str = setting(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", maxLength=128)
+    name: str = setting(pattern=VARIABLE, maxLength=128)
     """Name of the variable."""
     value: str = setting("", maxLength=8192)
     """Value of the variable; empty with `valueFrom`."""
@@ -66,7 +66,7 @@ class VolumeMount(ManifestSettings):
 
     name: str = setting(pattern=LABEL, maxLength=63)
     """Name of the volume."""
-    mount_path: str = setting(pattern=r"^/[^:]*$", maxLength=1024)
+    mount_path: str = setting(pattern=MOUNT_PATH, maxLength=1024)
     """Absolute path in the container."""
     sub_path: str = setting("", maxLength=1024)
     """Path within the volume; empty: its root."""

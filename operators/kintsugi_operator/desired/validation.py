@@ -85,6 +85,11 @@ RESERVED_PATHS = (
 )
 _KEY = re.compile(rf"({SUBDOMAIN}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+KEY_WORDS = "is not a valid key: write name or prefix/name, such as example.com/team"
+VALUE_WORDS = (
+    "is not a valid value of a label: use at most 63 letters, digits, -, _ and ., with a letter or a digit "
+    "at both ends"
+)
 
 
 def check_service(spec: BlendServiceSpec) -> None:
@@ -157,16 +162,16 @@ def check_keys(pairs: Mapping[str, str], where: str) -> None:
         if any(prefix == own or prefix.endswith(f".{own}") for own in RESERVED_PREFIXES):
             raise InvalidField(where, f"{key} cannot be set: {prefix} belongs to the operator or Ray")
         if not _KEY.fullmatch(key):
-            raise InvalidField(where, f"{key!r} is not a valid key: write name or prefix/name")
+            raise InvalidField(where, f"{key!r} {KEY_WORDS}")
 
 
 def check_labels(pairs: Mapping[str, str], where: str) -> None:
     """Raise `InvalidField` for a key or a value that no label can have."""
     for key, value in pairs.items():
         if not _KEY.fullmatch(key):
-            raise InvalidField(where, f"{key!r} is not a valid key: write name or prefix/name")
+            raise InvalidField(where, f"{key!r} {KEY_WORDS}")
         if not isinstance(value, str) or not _VALUE.fullmatch(value):
-            raise InvalidField(where, f"{key}: {value!r} is not a valid value of a label")
+            raise InvalidField(where, f"{key}: {value!r} {VALUE_WORDS}")
 
 
 def _check_selectors(value: Any, where: str) -> None:
@@ -192,7 +197,7 @@ def _check_volumes(template: PodTemplate, where: str) -> None:
         place = f"{where}.volumes.{index}"
         name = volume.get("name")
         if not isinstance(name, str) or not re.fullmatch(LABEL, name):
-            raise InvalidField(f"{place}.name", f"{name!r} is not a valid name: use a-z, 0-9 and -")
+            raise InvalidField(f"{place}.name", f"{name!r} {LABEL.words}")
         if name in names:
             raise InvalidField(f"{place}.name", f"{name} occurs twice")
         if RESERVED_VOLUMES.fullmatch(name):

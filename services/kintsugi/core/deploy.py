@@ -20,7 +20,17 @@ from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces import PATTERNS_MAX, NamespaceLimits, NamespacePrivacy, NamespaceRules
 from kintsugi.core.request import parse_selector
 from kintsugi.core.schema import OFF_IN_YAML, load
-from kintsugi.core.settings import Rule, Settings, check, has_items, is_set, non_default_fields, setting, this
+from kintsugi.core.settings import (
+    Pattern,
+    Rule,
+    Settings,
+    check,
+    has_items,
+    is_set,
+    non_default_fields,
+    setting,
+    this,
+)
 
 STORE_APP = "kintsugi-store"
 SERVICE_APP = "kintsugi"
@@ -191,8 +201,9 @@ class TierSpec(Settings):
     """Size of the tier in GiB."""
 
 
-BUCKET_URL = r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.-]+)*)?$"
-"""`s3://BUCKET/PREFIX`, or nothing."""
+BUCKET_URL = Pattern(
+    "^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.-]+)*$", "must be s3://BUCKET or s3://BUCKET/PREFIX"
+).or_empty()
 BUCKET_RULE = Rule(
     (this.bucket_url == "") | has_items(this.tiers),
     "a bucket stores the chunks that SSD tiers evict: name a tier in tiers",

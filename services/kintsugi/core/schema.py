@@ -125,6 +125,10 @@ def _first_error(cls: type[Any], error: ValidationError, where: str) -> InvalidF
         return UnknownField(field, _fields_by_input_name(holder))
     if first["type"] in ("missing", "missing_argument"):
         return InvalidField(field, "is mandatory")
+    if first["type"] == "string_pattern_mismatch":
+        holder = _class_at(cls, path[:-1])
+        one = holder.__dataclass_fields__[_fields_by_input_name(holder)[path[-1]]]
+        return InvalidField(field, f"{first['input']!r} {one.metadata['pattern'].words}")
     return InvalidField(field, f"{first['msg'][0].lower()}{first['msg'][1:]} (got {first['input']!r})")
 
 

@@ -142,6 +142,25 @@ class Rule:
         return {"rule": self.condition.cel, "message": self.message}
 
 
+class Pattern(str):
+    """A regular expression, anchored at both ends, and what it allows in words, for errors.
+
+    Without a backslash, it reads the same as CEL and as JSON schema.
+    """
+
+    words: str
+
+    def __new__(cls, expression: str, words: str) -> Pattern:
+        """`words` follows the value, as in "must be a DNS name"."""
+        made = super().__new__(cls, expression)
+        made.words = words
+        return made
+
+    def or_empty(self) -> Pattern:
+        """The same, and empty text."""
+        return Pattern(f"^({self[1:-1]})?$", f"{self.words}, or empty")
+
+
 class Settings:
     """Base of frozen dataclasses that are read from untrusted mappings with `core.schema.load`."""
 
@@ -155,7 +174,7 @@ class Settings:
 def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
     """A field of a `Settings` class. If `default` is a type or function, it is called to make the default.
 
-    Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (anchored), minLength,
+    Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (a `Pattern`), minLength,
     maxLength, minItems, maxItems, minProperties, maxProperties, format, and `items`, the bounds of what a
     list or mapping holds. Kintsugi's own: `mapKey`, the field that is unique among a list's items;
     `reserved`, keys that a mapping must not have; `keys`, the keys that it may have; `also`, what YAML may
@@ -259,7 +278,7 @@ def _check_value(value: Any, bounds: Bounds, where: str) -> None:
     if not problem and "enum" in bounds and value not in bounds["enum"]:
         problem = f"{value!r} is not one of {', '.join(map(repr, bounds['enum']))}"
     if not problem and "pattern" in bounds and not re.fullmatch(bounds["pattern"], value):
-        problem = f"{value!r} does not match {bounds['pattern']}"
+        problem = f"{value!r} {bounds['pattern'].words}"
     if problem:
         raise InvalidField(where, problem)
 

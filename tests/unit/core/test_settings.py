@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import pytest
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.schema import load
 from kintsugi.core.settings import (
+    Pattern,
     Rule,
     Settings,
     bounds_of,
@@ -24,7 +26,7 @@ from kintsugi.core.settings import (
 
 @dataclass(frozen=True)
 class Item(Settings):
-    name: str = setting(pattern="^[a-z]+$", maxLength=3)
+    name: str = setting(pattern=Pattern("^[a-z]+$", "must hold a-z only"), maxLength=3)
     size: float = setting(1.0, exclusiveMinimum=0)
 
 
@@ -52,6 +54,17 @@ class Narrow(Common):
     NARROWED: ClassVar = {"count": {"maximum": 2}}
 
     other: bool = False
+
+
+def test_a_pattern_is_told_in_words() -> None:
+    """By both who may find the mistake: what loads a file, and what checks the settings."""
+    said = "'A' must hold a-z only"
+    with pytest.raises(InvalidField, match=said):
+        load(Item, {"name": "A"})
+    with pytest.raises(InvalidField, match=said):
+        check(Item("A"))
+    check(Item("a"))
+    assert Pattern("^a+$", "must be a").or_empty() == "^(a+)?$"
 
 
 @pytest.mark.parametrize(

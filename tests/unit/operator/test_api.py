@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jsonschema
 import kubernetes_validate
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 
 from kintsugi.core.errors import InvalidField, UnknownField
-from kintsugi.core.settings import camel
+from kintsugi.core.settings import Pattern, bounds_of, camel
 from kintsugi.core.spaces import check_namespace
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Engines
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
@@ -26,11 +28,26 @@ from kintsugi_operator.objects.deployed import EngineRevision
 from tests.unit.operator.specs import SMALL, manifests, spec_of, specs
 
 ROOT = Path(__file__).resolve().parents[3]
-BLEND_SERVICE = jsonschema.Draft7Validator(
-    crds()["blendservices"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+MATCHES = re.compile(r"self\.matches\('([^'\\]*)'\)")
+"""A rule on a text. Without a backslash, CEL and Python read the expression alike."""
+
+
+def _evaluate_matches(
+    _: Any, rules: list[dict[str, str]], value: Any, schema: dict[str, Any]
+) -> Iterator[jsonschema.ValidationError]:
+    """Rules on texts, as the API server evaluates them."""
+    for rule in rules:
+        found = MATCHES.fullmatch(rule["rule"])
+        if found and isinstance(value, str) and not re.search(found[1], value):
+            yield jsonschema.ValidationError(rule["message"])
+
+
+Crd = jsonschema.validators.extend(
+    jsonschema.Draft7Validator, {"x-kubernetes-validations": _evaluate_matches}
 )
-CORPUS_PRECOMPUTE = jsonschema.Draft7Validator(
-    crds()["corpusprecomputes"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+BLEND_SERVICE, CORPUS_PRECOMPUTE = (
+    Crd(crds()[name]["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    for name in ("blendservices", "corpusprecomputes")
 )
 
 
@@ -112,7 +129,10 @@ def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
             {"expert": {"podTemplates": {"engines": {"tolerations": [{}]}}}},
             "tolerations.0: without a key, operator must be",
         ),
-        ({"model": {"path": "s3://bucket/model"}}, r"spec\.model\.path: 's3://bucket/model' does not match"),
+        (
+            {"model": {"path": "s3://bucket/model"}},
+            r"spec\.model\.path: 's3://bucket/model' must be an absolute path, such as",
+        ),
         (
             {"expert": {"podTemplates": {"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}}}},
             "spec.expert.podTemplates.store.env.0.name: this variable is .* \\(got 'RAY_ADDRESS'\\)",
@@ -122,7 +142,7 @@ def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
             {"expert": {"redis": {"username": "ray"}}},
             "spec.expert.redis.passwordSecret: a username needs passwordSecret",
         ),
-        ({"expert": {"redis": {"address": "redis"}}}, "spec.expert.redis.address: string should match"),
+        ({"expert": {"redis": {"address": "redis"}}}, "spec.expert.redis.address: 'redis' must be HOST:PORT"),
         (
             {"gateway": {"expert": {"serviceAnnotations": {"kintsugi.dev/desired": "x"}}}},
             "spec.gateway.expert.serviceAnnotations: kintsugi.dev/desired cannot be set",
@@ -198,6 +218,8 @@ def structures(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[s
         found += structures(one, f"{path}.{name}")
     if "items" in schema:
         found += structures(schema["items"], f"{path}[]")
+    if isinstance(schema.get("additionalProperties"), dict):
+        found += structures(schema["additionalProperties"], f"{path}{{}}")
     return found
 
 
@@ -245,6 +267,62 @@ def test_the_api_server_compares_the_two_numbers_of_engines_at_little_cost() -> 
     assert rule["rule"] == "!has(self.replicasMax) || self.replicas <= self.replicasMax"
     for replicas, most, is_valid in ((1, None, True), (2, 2, True), (1, 4, True), (3, 2, False)):
         assert Engines.RULES[0].is_kept_by(Engines(replicas=replicas, replicas_max=most)) is is_valid
+
+
+EXPRESSION = re.compile(r"\[[a-zA-Z0-9^-]+\]|\(\?|[)\]][*+?{]|\\|\.\*|\^|\$")
+"""What gives a regular expression away."""
+
+
+def test_whatever_the_crd_refuses_it_refuses_in_words() -> None:
+    """Of a pattern, the API server prints the regular expression; of a rule, its message."""
+    expression_cost = 0.0
+    for kind, crd in crds().items():
+        for path, schema in structures(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"], kind):
+            assert "pattern" not in schema, path
+            for rule in schema.get("x-kubernetes-validations", []):
+                assert rule["message"], path
+                assert not EXPRESSION.search(rule["message"]), f"{path}: {rule}"
+                if found := MATCHES.fullmatch(rule["rule"]):
+                    expression_cost += cost_of_matches(path, schema, found[1])
+    assert 0 < expression_cost < 1e7  # Kubernetes allows 1e7 to one expression and 1e8 to a CRD
+
+
+def cost_of_matches(path: str, schema: dict[str, Any], expression: str) -> float:
+    """Kubernetes' estimate: a tenth of the text's bytes times a quarter of the expression's, for each item
+    of the lists and mappings around it."""
+    items = 64 ** (path.count("[]") + path.count("{}"))
+    return (0.1 * (4 * schema["maxLength"] + 1)) * (0.25 * len(expression)) * items
+
+
+def patterned_fields() -> Iterator[tuple[type[Any], str, Pattern]]:
+    """Every field of the CRDs whose text has a pattern."""
+    for cls in settings_within(BlendServiceSpec, CorpusPrecomputeSpec):
+        for one in dataclasses.fields(cls):
+            bounds = bounds_of(cls, one)
+            if pattern := bounds.get("pattern") or bounds.get("items", {}).get("pattern"):
+                yield cls, one.name, pattern
+
+
+def settings_within(*classes: type[Any]) -> set[type[Any]]:
+    """The classes of settings that these consist of."""
+    found: set[type[Any]] = set()
+    left: list[Any] = list(classes)
+    while left:
+        one = left.pop()
+        if isinstance(one, type) and dataclasses.is_dataclass(one) and one not in found:
+            found.add(one)
+            left += get_type_hints(one).values()
+        left += get_args(one)
+    return found
+
+
+def test_the_operator_refuses_in_the_words_of_the_crd() -> None:
+    fields = list(patterned_fields())
+    assert len(fields) > 25
+    for cls, name, pattern in fields:
+        assert isinstance(pattern, Pattern), f"{cls.__name__}.{name}"
+        assert not EXPRESSION.search(pattern.words), pattern.words
+        assert "\\" not in pattern, f"{pattern} would read otherwise in CEL"
 
 
 def test_rules_speak_of_fields_that_are_there() -> None:

@@ -124,7 +124,7 @@ def test_the_api_server_keeps_a_refused_field_for_the_operator_to_explain() -> N
         ({"labels": {"a": "not a value"}}, "labels: a: 'not a value' is not a valid value of a label"),
         ({"labels": {"-a": "x"}}, "labels: '-a' is not a valid key"),
         ({"annotations": {"ray.io/ft-enabled": "false"}}, "annotations: ray.io/ft-enabled cannot be set"),
-        ({"volumes": [{"name": "Cache", "emptyDir": {}}]}, "volumes.0.name: 'Cache' is not a valid name"),
+        ({"volumes": [{"name": "Cache", "emptyDir": {}}]}, "volumes.0.name: 'Cache' must have at most 63"),
         ({"volumes": [{"name": "tmp", "emptyDir": {}}]}, "volumes.0.name: tmp belongs to the operator"),
         (
             {"volumes": [{"name": "tier-nvme", "emptyDir": {}}]},
