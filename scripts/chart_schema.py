@@ -39,25 +39,20 @@ from kintsugi_operator.api.blend_service import (
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.crd import Schema, descriptions, schema_of
 from kintsugi_operator.api.manifest import ManifestSettings, to_manifest
-from kintsugi_operator.api.pod_template import Toleration
+from kintsugi_operator.api.pod_template import PodTemplate
 from kintsugi_operator.api.vllm_arguments import VLLM_ARGUMENTS
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110
-HINT = (
-    "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
-)
+HINT = "make images REPOSITORY=registry/kintsugi builds them; then set image.repository=registry/kintsugi"
 REPOSITORY = Pattern(f"^{patterns.HOST_AND_PATH}/?$", HINT)
 LETTERS = "lowercase letters, digits and -, starting with a letter and ending with a letter or a digit"
 CORPUS_NAME = Pattern("^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$", f"at most 63 {LETTERS}")
 SERVICE_NAME = Pattern("^[a-z]([-a-z0-9]*[a-z0-9])?$", LETTERS).or_empty()
 TAG = Pattern("^[A-Za-z0-9_][A-Za-z0-9._-]*$", "letters, digits, ., _ and -").or_empty()
 DIGEST = Pattern("^sha256:[0-9a-f]{64}$", "sha256: and 64 hexadecimal digits").or_empty()
-HOST = Pattern(
-    f"^([*][.])?{patterns.SUBDOMAIN}$", "a DNS name in lowercase, which may start with an asterisk"
-)
+HOST = Pattern(f"^([*][.])?{patterns.SUBDOMAIN}$", "a lowercase DNS name, perhaps after an asterisk")
 SECTION = Pattern("^[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?$", "letters, digits, - and .").or_empty()
-CORES = Pattern("^[0-9]+([.][0-9]+)?m?$", "CPU cores, such as 0.5 or 500m").or_empty()
 DURATION = Pattern("^[0-9]+(ms|s|m)$", "a duration, such as 30s")
 
 
@@ -65,7 +60,6 @@ class Serving(StrEnum):
     """The image of engines and gateway."""
 
     AUTO = "auto"
-    """serving-gpu if engines have GPUs, else serving-cpu."""
     GPU = "serving-gpu"
     CPU = "serving-cpu"
 
@@ -74,7 +68,6 @@ class Scope(StrEnum):
     """The objects that the operator manages."""
 
     NAMESPACE = "Namespace"
-    """The objects in the release's namespace, to which the operator's rights are limited."""
     CLUSTER = "Cluster"
 
 
@@ -152,20 +145,25 @@ class Operator:
     upgrade_crds: bool = True
     """Before each upgrade, run a job that updates the CRDs to the chart's version, but never to an older one.
     While it runs, it needs a ClusterRole. Turn it off if the CRDs are managed elsewhere."""
-    cpu: str = setting("50m", pattern=patterns.QUANTITY, maxLength=32)
-    """CPU request of each pod, which may use more."""
-    cpu_limit: str = setting("", pattern=CORES, maxLength=32)
-    """CPU limit of the operator, the hooks and `helm test`; empty: none. A ResourceQuota on limits.cpu
-    requires one."""
+    cpu: float = setting(0.05, minimum=0.001, maximum=64)
+    """CPU cores that each pod requests; it may use more."""
+    cpu_limit: float | None = setting(None, minimum=0.001, maximum=64)
+    """Maximum number of CPU cores of the operator, the hooks and `helm test`; unset: none. A ResourceQuota on
+    limits.cpu requires one."""
     memory: str = setting("128Mi", pattern=patterns.QUANTITY, maxLength=32)
     """Memory request and limit of each pod."""
     network_policy: bool = True
-    """Create a NetworkPolicy. Ingress: only probes. Egress: only DNS, the API server and the service's
-    pods."""
-    node_selector: Mapping[str, str] = setting(dict, maxProperties=64, items={"maxLength": 63})
-    """Labels that a node must have."""
-    tolerations: tuple[Toleration, ...] = setting((), maxItems=32)
-    """Taints that the pods tolerate."""
+    """Create a NetworkPolicy. Ingress: only probes. Egress: only DNS, the API server (`expert.dnsNamespace`,
+    `expert.dnsPorts`, `expert.apiServerPorts`) and the service's pods."""
+    namespaces: tuple[str, ...] = setting((), maxItems=64, items={"pattern": patterns.LABEL})
+    """With the scope Namespace: further namespaces to manage, which exist. Each gets a Role."""
+    aggregate_roles: bool = False
+    """Create ClusterRoles that add BlendServices and CorpusPrecomputes to Kubernetes' roles view, edit and
+    admin. Once per cluster; needs the right to create ClusterRoles."""
+    log_format: str = setting("text", enum=["text", "json"])
+    """Form of the operator's log: text, or json for one object a line."""
+    pod_template: PodTemplate = field(default_factory=PodTemplate)
+    """Additions to the operator's pods. Those that place pods also apply to the hooks and `helm test`."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +172,6 @@ class Service:
 
     enabled: bool = True
     """Create the BlendService. Turn it off to install only the operator."""
-    name: str = setting("", maxLength=40, pattern=SERVICE_NAME)
-    """Name of the BlendService; empty: the release's name."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +225,12 @@ class HelmTest:
 class Values:
     """All values that `helm install --set` accepts."""
 
+    name_override: str = setting("", maxLength=40, pattern=SERVICE_NAME)
+    """Name of the BlendService and prefix of all other names; empty: the release's name."""
+    common_labels: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 63})
+    """Labels of every object that the chart creates, and of its pods."""
+    extra_objects: tuple[Mapping[str, Any], ...] = setting((), maxItems=64)
+    """Further objects of the release. Their text may contain templates."""
     image: Images = field(default_factory=Images)
     image_pull_secrets: tuple[str, ...] = setting(
         (), maxItems=16, items={"pattern": patterns.NAME, "maxLength": 253}
@@ -281,8 +283,8 @@ def values_schema() -> Schema:
         "if": {"properties": {"path": {"minLength": 1}}, "required": ["path"]},
         "else": {"properties": {"name": {"pattern": _with_words(hub)}}, "required": ["name"]},
     }
-    enabled = {"properties": {"service": {"properties": {"enabled": {"const": True}}}}}
-    root["if"], root["then"] = enabled, {"properties": {"model": named}}
+    root["if"] = {"properties": {"service": {"properties": {"enabled": {"const": True}}}}}
+    root["then"] = {"properties": {"model": named}}
     corpus = properties["precompute"]["properties"]["corpora"]["items"]
     del corpus["properties"]["service"]
     name = {
@@ -295,8 +297,7 @@ def values_schema() -> Schema:
     for route, mandatory in (("ingress", "hosts"), ("httpRoute", "parentRefs")):
         properties[route]["if"] = {"properties": {"enabled": {"const": True}}, "required": ["enabled"]}
         properties[route]["then"] = {"properties": {mandatory: {"minItems": 1}}, "required": [mandatory]}
-    about = "Values of a chart that has this one as a dependency. Helm sets it; nothing here reads it."
-    properties["global"] = {"description": about, "type": "object"}
+    properties["global"] = {"description": "Values of a parent chart; nothing reads it.", "type": "object"}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of kintsugi", **root}
 
 

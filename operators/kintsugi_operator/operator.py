@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
@@ -53,6 +55,8 @@ class OperatorOptions:
     lease_name: str = FIELD_MANAGER
     deployment: str = ""
     """Name of the Deployment that runs this operator; empty: unknown."""
+    log_format: str = "text"
+    """`text`, or `json`: one object a line."""
 
     @property
     def operator(self) -> OperatorStatus:
@@ -83,6 +87,7 @@ class OperatorOptions:
             help="name of the Deployment that runs this operator; deleting it deletes the Lease and releases "
             "the services",
         )
+        parser.add_argument("--log-format", choices=("text", "json"), default="text", help="form of the log")
         parser.add_argument("--port", type=int, default=9090, help="port of /healthz, /leader and /metrics")
         given = vars(parser.parse_args(arguments))
         identity = environ.get("POD_NAME", "") or f"{socket.gethostname()}-{os.getpid()}"
@@ -183,12 +188,30 @@ async def _configuration() -> Configuration:
     return configuration
 
 
+class JsonLines(logging.Formatter):
+    """One JSON object a line, with the time in UTC and an exception's traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
 def run() -> int:
     """The console script. Exit status 0: ended by SIGTERM. 1: the Lease was lost, and the restarted pod is a
     standby; or an error, which the log describes."""
+    options = OperatorOptions.of(sys.argv[1:], os.environ)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if options.log_format == "json":
+        logging.getLogger().handlers[0].setFormatter(JsonLines())
     try:
-        asyncio.run(main(OperatorOptions.of(sys.argv[1:], os.environ)))
+        asyncio.run(main(options))
     except LeaseLost as error:
         logger.error("%s", error)
         return 1

@@ -1,8 +1,8 @@
 {{/* The BlendService's name, which is the prefix of all other names. */}}
 {{- define "kintsugi.name" -}}
-{{- $name := default .Release.Name .Values.service.name -}}
+{{- $name := default .Release.Name .Values.nameOverride -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$" $name) -}}
-{{- fail (printf "%q is not a valid name of a BlendService: set service.name to at most 40 characters of a-z, 0-9 and -, beginning with a letter" $name) -}}
+{{- fail (printf "%q is not a valid name of a BlendService: set nameOverride to at most 40 characters of a-z, 0-9 and -, beginning with a letter" $name) -}}
 {{- end -}}
 {{- $name -}}
 {{- end }}
@@ -15,6 +15,9 @@ app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 app.kubernetes.io/part-of: kintsugi
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- with omit $root.Values.commonLabels "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart" }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* The immutable labels of pods. Call with (list $ component). */}}
@@ -84,6 +87,19 @@ app.kubernetes.io/component: {{ last . }}
 {{- end -}}
 {{- end }}
 
+{{- define "kintsugi.operatorAccount" -}}
+{{- default (printf "%s-operator" (include "kintsugi.name" .)) .Values.operator.podTemplate.serviceAccountName -}}
+{{- end }}
+
+{{/* The namespaces that the operator manages, as JSON; none: all. */}}
+{{- define "kintsugi.managedNamespaces" -}}
+{{- if eq .Values.operator.scope "Cluster" -}}
+[]
+{{- else -}}
+{{- concat (list .Release.Namespace) .Values.operator.namespaces | uniq | toJson -}}
+{{- end -}}
+{{- end }}
+
 {{/* The security context of the chart's own pods, as the `restricted` pod security standard requires. */}}
 {{- define "kintsugi.podSecurity" -}}
 runAsNonRoot: true
@@ -110,14 +126,12 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{- define "kintsugi.nodes" -}}
-{{- with .nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
+{{/* Where the chart's own pods run, and before whom. Call with operator.podTemplate. */}}
+{{- define "kintsugi.placement" -}}
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" }}
+{{- with get $ $field }}
+{{ $field }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
-{{- with .tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 

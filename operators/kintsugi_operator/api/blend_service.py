@@ -40,11 +40,12 @@ from kintsugi_operator.api.patterns import (
     RESOURCE,
     TIER,
 )
-from kintsugi_operator.api.pod_template import PodTemplate
+from kintsugi_operator.api.pod_template import HeadSize, PodTemplate
 from kintsugi_operator.api.vllm_arguments import VLLM_ARGUMENTS
 
 SHARDS_MAX = 256
 RAY_VERSION = "2.60.0"
+PORT = {"minimum": 1, "maximum": 65535}
 ROLES = ("engines", "corpora", "store", "gateway", "heads")
 """Kinds of pods that a spec may add to."""
 
@@ -282,7 +283,7 @@ class Egress(ManifestSettings):
         Rule((this.namespace == "") | (this.cidr == ""), "name a namespace or a cidr, not both", "cidr"),
     )
 
-    ports: tuple[int, ...] = setting(minItems=1, maxItems=32, items={"minimum": 1, "maximum": 65535})
+    ports: tuple[int, ...] = setting(minItems=1, maxItems=32, items=PORT)
     """TCP ports."""
     namespace: str = setting("", pattern=OPTIONAL_LABEL, maxLength=63)
     """Kubernetes namespace whose pods may be called; without this and `cidr`: any address."""
@@ -328,12 +329,21 @@ class ServiceExpert(ManifestSettings):
     pod_templates: Mapping[str, PodTemplate] = setting(dict, maxProperties=len(ROLES), keys=ROLES)
     """Additions to pods, by role: engines, corpora (unset: the additions of engines), store, gateway, heads.
     When the additions of the store change, shards restart one at a time."""
+    heads: HeadSize = field(default_factory=HeadSize)
+    """Size of the heads of the store's and of the engines' Ray cluster."""
     redis: Redis = field(default_factory=Redis)
     kuberay_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
     """Kubernetes namespace of KubeRay's operator, which deploys through the heads' dashboards; empty: the
     service's own namespace."""
     egress: tuple[Egress, ...] = setting((), maxItems=32)
     """Further destinations that engines, gateways and jobs may call, such as a trace collector or a proxy."""
+    api_server_ports: tuple[int, ...] = setting((443, 6443), minItems=1, maxItems=8, items=PORT)
+    """TCP ports of the API server's endpoints, which Ray's autoscaler calls (`kubectl get endpointslices
+    kubernetes` shows them). Network policies apply to these, not to the port of the Service."""
+    dns_namespace: str = setting("kube-system", pattern=OPTIONAL_LABEL, maxLength=63)
+    """Kubernetes namespace of the cluster's DNS servers; empty: any, as for a cache on each node."""
+    dns_ports: tuple[int, ...] = setting((53,), minItems=1, maxItems=8, items=PORT)
+    """UDP and TCP ports on which the pods of the DNS servers listen, such as 5353 in OpenShift."""
     ray_version: str = setting(RAY_VERSION, pattern=RELEASE, maxLength=20)
     """Version of Ray in the images. A store keeps the version that it was created with."""
 

@@ -8,6 +8,7 @@ from kintsugi.core.settings import Rule, before, setting, this
 from kintsugi.core.spaces import NAMESPACE_BYTES_MAX
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import CRON, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
+from kintsugi_operator.api.pod_template import HeadSize
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class CorpusExpert(ManifestSettings):
     retire_old_editions: bool = False
     """At the end of a run, delete the chunks of models that were replaced before it began. Chunks of the
     previous model stay, so that it can be restored."""
+    head: HeadSize = field(default_factory=lambda: HeadSize(cpus=2.0, memory="8Gi"))
+    """Size of the job's head, which reads and cuts the documents."""
     ledger_gib: float = setting(1.0, minimum=0.1, maximum=1024)
     """Size in GiB of the volume that records which document has which chunks."""
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kintsugi.core.settings import Rule, is_set, setting, this
 from kintsugi_operator.api.manifest import ManifestSettings
-from kintsugi_operator.api.patterns import LABEL, MOUNT_PATH, OPTIONAL_NAME, VARIABLE
+from kintsugi_operator.api.patterns import LABEL, MOUNT_PATH, OPTIONAL_NAME, QUANTITY, VARIABLE
 
 RESERVED_VARIABLES = (
     "^(KINTSUGI_.*|KUBERAY_.*|RAY_.*|HF_HOME|HF_HUB_CACHE|HF_TOKEN|HOME|TORCHINDUCTOR_CACHE_DIR|TRITON_CACHE_DIR"
@@ -72,6 +72,16 @@ class VolumeMount(ManifestSettings):
     """Path within the volume; empty: its root."""
     read_only: bool = False
     """Mount read-only."""
+
+
+@dataclass(frozen=True)
+class HeadSize(ManifestSettings):
+    """CPU cores and memory of the pod of a Ray cluster's head."""
+
+    cpus: float = setting(1.0, minimum=0.1, maximum=1024)
+    """CPU cores of the pod."""
+    memory: str = setting("4Gi", pattern=QUANTITY, maxLength=32)
+    """Memory of the pod."""
 
 
 @dataclass(frozen=True)

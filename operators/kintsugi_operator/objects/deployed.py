@@ -188,15 +188,13 @@ def pod_basics(spec: BlendServiceSpec, service: str, labels: Mapping[str, str]) 
     }
 
 
-def head_template(
-    spec: BlendServiceSpec, service: str, labels: Mapping[str, str], memory: str, **others: Any
-) -> Manifest:
+def head_template(spec: BlendServiceSpec, service: str, labels: Mapping[str, str], **others: Any) -> Manifest:
     """The pod template of a Ray cluster's head. `others`: further arguments of `Pod`. It prefers another node
     than the service's other heads: a lost node then stops only one Ray cluster."""
     head = {
         **pod_basics(spec, service, {**labels, LABEL_ROLE: "head"}),
-        "cpus": 1,
-        "memory": memory,
+        "cpus": spec.expert.heads.cpus,
+        "memory": spec.expert.heads.memory,
         "volumes": store_tls_volumes(spec),
         "affinity": spread(selector(service, role="head")),
         "more": spec.pod_template("heads"),

@@ -98,8 +98,8 @@ def corpus_job(
         Pod(
             **pod_basics(service, corpus.service, {**tags, LABEL_ROLE: "head"}),
             **shared,
-            cpus=2,
-            memory="8Gi",
+            cpus=corpus.expert.head.cpus,
+            memory=corpus.expert.head.memory,
             volumes=[
                 claim_volume("state", STATE, join_name(owner.name, "ledger")),
                 *volumes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, SHARD_PORT
-from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress
+from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress, ServiceExpert
 from kintsugi_operator.objects.base import Owner, make_object
 from kintsugi_operator.objects.deployed import (
     DIRECTORY_PORT,
@@ -64,7 +64,7 @@ def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
     if not spec.network.policies:
         return []
     return [
-        _policy(owner, "deny", _match(owner), ingress=[], egress=[_dns()]),
+        _policy(owner, "deny", _match(owner), ingress=[], egress=[_dns(spec.expert)]),
         *_within_clusters(owner),
         _store_policy(spec, owner),
         _users_policy(spec, owner),
@@ -121,7 +121,7 @@ def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
     ]
     ingress = [{"from": peers, "ports": _ports(DASHBOARD_PORT)}]
     # Ray's autoscaler runs beside the head and calls the API server.
-    egress = [{"ports": _ports(443, 6443)}]
+    egress = [{"ports": _ports(*spec.expert.api_server_ports)}]
     if spec.expert.redis.address:
         # A policy cannot name a host, so all destinations are allowed.
         egress.append({"ports": _ports(int(spec.expert.redis.address.rpartition(":")[2]))})
@@ -174,9 +174,11 @@ def _policy(
     )
 
 
-def _dns() -> Manifest:
-    ports = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
-    return {"to": [{"namespaceSelector": _namespace("kube-system")}], "ports": ports}
+def _dns(expert: ServiceExpert) -> Manifest:
+    ports = [{"protocol": protocol, "port": port} for port in expert.dns_ports for protocol in ("UDP", "TCP")]
+    if not expert.dns_namespace:
+        return {"ports": ports}
+    return {"to": [{"namespaceSelector": _namespace(expert.dns_namespace)}], "ports": ports}
 
 
 def _ports(*ports: int) -> list[Manifest]:

@@ -68,7 +68,6 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevis
             spec,
             owner.name,
             tags,
-            "4Gi",
             service_account=join_name(owner.name, "head"),
             has_autoscaler=True,
         ),

@@ -131,7 +131,7 @@ def shard_templates(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> 
 def head_of_store(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
     """Pod template of the store's head."""
     ports, tags = {"directory": DIRECTORY_PORT}, labels(owner.name, part=PART)
-    return head_template(spec, owner.name, tags, "3Gi", image=image.image, ports=ports)
+    return head_template(spec, owner.name, tags, image=image.image, ports=ports)
 
 
 def _group(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) -> Manifest:

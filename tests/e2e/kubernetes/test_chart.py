@@ -239,6 +239,104 @@ def test_the_hook_for_crds_may_read_and_change_those_two_and_only_while_it_runs(
     assert {crd["metadata"]["annotations"]["kintsugi.dev/version"] for crd in crds} == {version}
 
 
+PODS_OF_OPERATOR = {
+    "labels": {"example.com/cost": "shared", "app.kubernetes.io/name": "mine"},
+    "annotations": {"example.com/owner": "search"},
+    "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+    "nodeSelector": {"example.com/pool": "system"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "priorityClassName": "system-cluster-critical",
+    "serviceAccountName": "mine",
+    "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+    "volumeMounts": [{"name": "ca", "mountPath": "/ca"}],
+}
+PLACED = ("nodeSelector", "tolerations", "affinity", "priorityClassName")
+
+
+@every_helm
+def test_the_operators_pods_have_what_its_template_adds(helm: str) -> None:
+    arguments = ("--set-json", f"operator.podTemplate={json.dumps(PODS_OF_OPERATOR)}")
+    manifests = helm_named(helm).template("ha", *arguments, "--set", "operator.cpuLimit=1")
+    template = one(manifests, "Deployment")["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    assert (labels["example.com/cost"], labels["app.kubernetes.io/name"]) == ("shared", "kintsugi-operator")
+    assert template["metadata"]["annotations"] == PODS_OF_OPERATOR["annotations"]
+    (container,) = template["spec"]["containers"]
+    assert PODS_OF_OPERATOR["env"][0] in container["env"]
+    assert [one["name"] for one in container["volumeMounts"]] == ["tmp", "ca"]
+    assert [one["name"] for one in template["spec"]["volumes"]] == ["tmp", "ca"]
+    assert container["resources"]["limits"]["cpu"] == 1
+    pods = [pod["spec"] for each in manifests if (pod := pod_of(each))]
+    assert len(pods) > 3
+    for pod in pods:
+        assert {name: pod[name] for name in PLACED} == {name: PODS_OF_OPERATOR[name] for name in PLACED}
+    accounts = [each["metadata"]["name"] for each in manifests if each["kind"] == "ServiceAccount"]
+    assert f"{RELEASE}-operator" not in accounts
+    for binding in ("operator", "operator-lease"):
+        (subject,) = one(manifests, "RoleBinding", f"{RELEASE}-{binding}")["subjects"]
+        assert subject["name"] == "mine"
+
+
+@every_helm
+def test_an_operator_has_a_role_in_each_namespace_that_it_manages(helm: str) -> None:
+    manifests = helm_named(helm).template("defaults", "--set", "operator.namespaces={team-a,team-b}")
+    managed = [NAMESPACE, "team-a", "team-b"]
+    for kind in ("Role", "RoleBinding"):
+        mine = [each["metadata"] for each in manifests if each["kind"] == kind]
+        assert [each["namespace"] for each in mine if each["name"] == f"{RELEASE}-operator"] == managed
+    (container,) = one(manifests, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert [one for one in container["args"] if "namespace" in one] == [f"--namespace={n}" for n in managed]
+    *_, pods = one(manifests, "NetworkPolicy")["spec"]["egress"]
+    (expression,) = pods["to"][0]["namespaceSelector"]["matchExpressions"]
+    assert expression["values"] == managed
+    assert not [each for each in rendered(helm, "defaults") if each["metadata"].get("namespace") == "team-a"]
+
+
+@every_helm
+def test_roles_for_people_are_made_on_request(helm: str) -> None:
+    manifests = helm_named(helm).template("defaults", "--set", "operator.aggregateRoles=true")
+    prefix = f"{NAMESPACE}-{RELEASE}-operator"
+    view, edit = (one(manifests, "ClusterRole", f"{prefix}-{name}") for name in ("view", "edit"))
+    aggregate = "rbac.authorization.k8s.io/aggregate-to-"
+    assert {f"{aggregate}{name}" for name in ("view", "edit", "admin")} <= set(view["metadata"]["labels"])
+    assert f"{aggregate}view" not in edit["metadata"]["labels"]
+    assert view["rules"][0]["verbs"] == ["get", "list", "watch"]
+    assert "blendservices/scale" in edit["rules"][0]["resources"]
+    assert not {"get", "list", "watch"} & set(edit["rules"][0]["verbs"])
+
+
+@every_helm
+def test_policies_name_the_clusters_own_dns_and_api_server(helm: str) -> None:
+    cluster = "expert.dnsNamespace=openshift-dns,expert.dnsPorts={5353},expert.apiServerPorts={8443}"
+    manifests = helm_named(helm).template("defaults", "--set", cluster)
+    dns, api_server, _ = one(manifests, "NetworkPolicy")["spec"]["egress"]
+    named = {"kubernetes.io/metadata.name": "openshift-dns"}
+    assert dns["to"] == [{"namespaceSelector": {"matchLabels": named}}]
+    assert {one["port"] for one in dns["ports"]} == {5353}
+    assert api_server == {"ports": [{"port": 8443}]}
+    assert one(manifests, "BlendService")["spec"]["expert"]["dnsPorts"] == [5353]
+
+
+@every_helm
+def test_names_labels_and_objects_are_the_users(helm: str) -> None:
+    extra = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-mine"}}]
+    labels = "commonLabels.team=search,commonLabels.app\\.kubernetes\\.io/name=evil"
+    arguments = ("--set-json", f"extraObjects={json.dumps(extra)}", "--set", f"nameOverride=acme,{labels}")
+    manifests = helm_named(helm).template("ha", *arguments)
+    assert one(manifests, "ConfigMap", f"{RELEASE}-mine")
+    assert one(manifests, "BlendService")["metadata"]["name"] == "acme"
+    ours = [each for each in manifests if each["metadata"]["name"] != f"{RELEASE}-mine"]
+    assert {each["metadata"]["labels"].get("team") for each in ours} == {"search"}
+    assert "evil" not in json.dumps([each["metadata"] for each in ours])
+
+
+def test_the_operator_logs_as_it_is_told() -> None:
+    manifests = helm_named(HELMS[1]).template("defaults", "--set", "operator.logFormat=json")
+    (container,) = one(manifests, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert "--log-format=json" in container["args"]
+
+
 @every_helm
 @pytest.mark.parametrize("setting", ["operator.upgradeCrds=false", "operator.enabled=false"])
 def test_nothing_touches_crds_where_others_keep_them(helm: str, setting: str) -> None:
@@ -284,7 +382,7 @@ def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
         ("engines.memory=64GB", "engines.memory"),
         ("expert.egress[0].namespace=x", "expert.egress.0"),
         ("expert.podTemplates.gateway.env[0].name=not a name", "expert.podTemplates.gateway.env.0.name"),
-        ("service.name=a-name-that-is-longer-than-forty-characters", "service.name"),
+        ("nameOverride=a-name-that-is-longer-than-forty-characters", "nameOverride"),
         ("test.namespace=a b", "test.namespace"),
         ("store.tiers[0].name=ssd,store.tiers[0].gib=0", "store.tiers.0.gib"),
         ("operator.replicas=9", "operator.replicas"),
@@ -413,7 +511,7 @@ def test_notes_say_how_to_send_a_first_request(value_set: str) -> None:
 def test_a_release_whose_name_cannot_name_a_service_says_what_to_set() -> None:
     done = helm_named(HELMS[1]).run("template", "7b", str(CHART), "-f", str(VALUES["defaults"]))
     assert done.returncode != 0
-    assert "set service.name" in done.stderr
+    assert "set nameOverride" in done.stderr
 
 
 def test_a_job_makes_the_secret_that_the_gateway_reads() -> None:

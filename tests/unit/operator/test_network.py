@@ -56,6 +56,17 @@ def test_kuberay_reaches_dashboards_from_one_namespace_only(told: dict[str, str]
     )
 
 
+def test_dns_and_api_server_are_those_of_the_cluster() -> None:
+    told = {"dnsNamespace": "", "dnsPorts": [5353], "apiServerPorts": [8443]}
+    objects = objects_of(spec_of(expert=told))
+    (dns,) = named(objects, "NetworkPolicy", "acme-deny")["spec"]["egress"]
+    assert dns == {"ports": [{"protocol": protocol, "port": 5353} for protocol in ("UDP", "TCP")]}
+    (api_server,) = named(objects, "NetworkPolicy", "acme-heads")["spec"]["egress"]
+    assert [one["port"] for one in api_server["ports"]] == [8443]
+    (dns,) = named(objects_of(spec_of()), "NetworkPolicy", "acme-deny")["spec"]["egress"]
+    assert dns["to"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "kube-system"}
+
+
 def test_without_policies_there_are_none() -> None:
     spec = spec_of(network={"policies": False}, store={"insecure": True})
     assert not [one for one in objects_of(spec) if one["kind"] == "NetworkPolicy"]

@@ -345,6 +345,18 @@ def test_gpus_are_asked_for_and_used() -> None:
     assert args["engines"]["vllm"] == {"tensor_parallel_size": 2}
 
 
+def test_heads_have_the_size_that_the_spec_names() -> None:
+    told = spec_of(expert={"heads": {"cpus": 2.5, "memory": "9Gi"}})
+    for spec, size in (
+        (told, {"cpu": "2500m", "memory": "9Gi"}),
+        (spec_of(), {"cpu": "1000m", "memory": "4Gi"}),
+    ):
+        for name in ("acme-store", f"acme-{EngineRevision.of(spec).name}"):
+            cluster = named(objects_of(spec), "RayService", name)["spec"]["rayClusterConfig"]
+            (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+            assert container["resources"] == {"requests": size, "limits": size}
+
+
 @pytest.mark.parametrize(("written", "told"), [("strict", "strict"), (False, "off")])
 def test_quality_is_told_to_the_engines_in_place(written: object, told: str) -> None:
     strict = spec_of(engines={"quality": written})

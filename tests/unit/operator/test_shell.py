@@ -394,6 +394,23 @@ def test_only_a_signal_ends_it_well(
     assert "SIGTERM" not in caplog.text
 
 
+def test_the_log_is_one_json_object_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(settings: OperatorOptions) -> None:
+        raise ValueError("two\nlines")
+
+    monkeypatch.setattr(operator, "main", fail)
+    monkeypatch.setattr(sys, "argv", ["operator", "--log-format", "json"])
+    monkeypatch.setattr(logging.root, "handlers", [])
+    assert operator.run() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["level"], told["message"]) == ("ERROR", "ended by an error, not by a signal")
+    assert "ValueError: two\nlines" in told["exception"]
+    assert told["time"].endswith("+00:00")
+
+
 def test_the_command_line() -> None:
     environ = {"POD_NAME": "operator-0", "POD_NAMESPACE": "here"}
     settings = OperatorOptions.of(["--lease=l", "--namespace", "a", "--namespace", "b"], environ)

@@ -69,6 +69,12 @@ def test_it_runs_at_once() -> None:
     assert given["--corpus"] == "handbook"
 
 
+def test_its_head_has_the_size_that_the_spec_names() -> None:
+    job = job_of(decide(corpus_of(expert={"head": {"cpus": 4, "memory": "20Gi"}})))
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert head["resources"]["limits"] == {"cpu": "4000m", "memory": "20Gi"}
+
+
 def test_its_engines_have_the_environment_of_the_services() -> None:
     proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
     spec = spec_of(
