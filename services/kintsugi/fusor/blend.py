@@ -178,7 +178,7 @@ class BlendPass(SlicedWork):
             return 0.0
         except LoadFailed as failure:
             self._recover(failure)
-            return 0.0
+            return WAITING  # for the new loader, which has hardly begun
         if cost > 0:
             self.tally.token_layers += cost
         return cost
@@ -393,6 +393,8 @@ class BlendPass(SlicedWork):
         """Raise `LoadFailed` on every rank if any rank has lost chunks."""
         if self._stack.world_size == 1:
             return
+        if self._lost is None and self._stack.failure is not None:
+            self._lost = LoadFailed(frozenset(hit.key for hit in self.plan.hits), self._stack.failure)
         lost_here = [float(self._lost is not None and hit.key in self._lost.keys) for hit in self.plan.hits]
         lost_anywhere = self._stack.sum_over_ranks(torch.tensor(lost_here)).tolist()
         keys = frozenset(hit.key for hit, lost in zip(self.plan.hits, lost_anywhere, strict=True) if lost > 0)

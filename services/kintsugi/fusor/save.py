@@ -64,6 +64,11 @@ class SavePass(SlicedWork):
         self._unit_tokens_max = unit_tokens_max
         self._units = self._layers()
 
+    @property
+    def failure(self) -> str | None:
+        """As `DecoderStack.failure`: then the frames are wrong on every rank."""
+        return self._stack.failure
+
     def next_unit(self) -> float:
         try:
             cost = next(self._units)

@@ -115,6 +115,11 @@ class DecoderStack(Protocol):
         ...
 
     @property
+    def failure(self) -> str | None:
+        """Why a layer call failed on this rank of several and left zeros; None if none failed."""
+        ...
+
+    @property
     def projection_share(self) -> float:
         """Cost of `project_kv` ÷ cost of `run_layer` per token, not counting attention."""
         ...

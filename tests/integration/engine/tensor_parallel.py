@@ -17,6 +17,8 @@ os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
 # Two workers on one machine: without it vLLM finds fewer NUMA nodes than workers, and gives up.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
 
+import torch
+
 from kintsugi.core.layout import ChunkManifest, HeadRange, LayerFrame, digests_of
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey
@@ -100,6 +102,7 @@ def checks(engine: LocalEngine, shard: Shard, address: str) -> dict[str, Any]:
     seen["nothing left behind"] = answer(
         ask_cold(engine, prompt.token_ids), ask_cold(engine, prompt.token_ids)
     )
+    seen["out of memory on one rank"] = out_of_memory_on_one_rank(engine, prompt)
     seen["weights changed on one rank"] = changed_on_one_rank(engine, prompt)
     return seen
 
@@ -132,6 +135,31 @@ def zero_last_head(store: ChunkStore, key: ChunkKey) -> tuple[ChunkManifest, lis
     assert store.delete(NAMESPACE, [key]) == 1
     assert store.put(dataclasses.replace(manifest, digests=digests), zeroed)
     return manifest, frames
+
+
+def out_of_memory_on_one_rank(engine: LocalEngine, prompt: Rag) -> dict[str, Any]:
+    """A blend and a save in whose layer 2 rank 1 has no memory left between two all-reduces, and what
+    follows."""
+    full = ask_cold(engine, prompt.token_ids)
+    engine.llm.collective_rpc(run_out_of_memory)
+    failed = answer(full, ask_cold(engine, prompt.token_ids, prompt.params(0.15)))
+    blended = ask_cold(engine, prompt.token_ids, prompt.params(0.15))
+    engine.llm.collective_rpc(run_out_of_memory)
+    chunk = random_tokens(60, 91)
+    saves = [engine.save(PREFIX, [chunk], NAMESPACE)[0].accounting for _ in range(2)]
+    return {"failed": failed, "blended": blended.accounting, "saves": saves}
+
+
+def run_out_of_memory(worker: Any) -> None:
+    """Let rank 1 fail once in the MLP of layer 2, after attention's all-reduce and before the MLP's own."""
+    mlp = worker.get_model().model.layers[2].mlp
+
+    def fail(_hidden: Any) -> Any:
+        del mlp.forward
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    if worker.rank == 1:
+        mlp.forward = fail
 
 
 def changed_on_one_rank(engine: LocalEngine, prompt: Rag) -> list[dict[str, Any] | None]:

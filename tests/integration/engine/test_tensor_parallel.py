@@ -117,6 +117,16 @@ def test_a_chunk_lost_on_one_rank_restarts_all(seen: dict[str, Any]) -> None:
     assert got["max_abs_dlogprob"] <= 0.01
 
 
+def test_memory_that_runs_out_on_one_rank_costs_one_pass(seen: dict[str, Any]) -> None:
+    """The rank goes on with zeros, so that the others do not wait for it, and all give the pass up."""
+    got = seen["out of memory on one rank"]
+    assert got["failed"]["accounting"]["outcome"] == "failed", got
+    assert got["failed"]["same_tokens"]
+    assert got["failed"]["max_abs_dlogprob"] <= 0.01
+    assert got["blended"]["outcome"] == "blended"
+    assert [accounting["outcome"] for accounting in got["saves"]] == ["failed", "saved"]
+
+
 def test_an_audit_compares_the_heads_of_all_ranks(seen: dict[str, Any]) -> None:
     *sound, damaged = seen["audits"]
     assert [accounting["outcome"] for accounting in seen["audits"]] == ["audited"] * 3

@@ -11,7 +11,7 @@ import copy
 import gc
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from kintsugi.core.layout import KVLayout, LayerGroup, Part, PartKind
 from kintsugi.engine.worker.attention.latent import is_latent, needs_rows
 from kintsugi.engine.worker.attention.scattered import kernel_serves
 from kintsugi.engine.worker.calls import LayerCalls
+from kintsugi.engine.worker.ranks import LockStep
 from kintsugi.engine.worker.rotation import UNROTATED, KeyRotation
 from kintsugi.fusor.kernels.native import MassKernel
 from kintsugi.fusor.latent import absorb_query
@@ -201,6 +202,7 @@ class LoadedModel:
     """Operations with a fused kernel that vLLM has disabled."""
     mass_kernel: MassKernel | None = None
     """The kernel that sums the question's attention, if it supports this processor."""
+    lock_step: LockStep = field(default_factory=LockStep)
 
     @contextlib.contextmanager
     def custom_ops_on(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import KintsugiError
 from kintsugi.engine.protocol import SaveJob
+from kintsugi.engine.worker.stack import is_so_on_any_rank
 from kintsugi.fusor.save import SavePass
 from kintsugi.fusor.sliced import PassStatus
 
@@ -35,6 +36,13 @@ class SaveBatch:
         spent = self.work.advance(budget)
         self.advanced_s += time.perf_counter() - began_s
         return spent
+
+    def find_failure(self) -> str | None:
+        """Return why the computed chunks are wrong; None if they are not. All ranks must call it together."""
+        failure = self.work.failure
+        if not is_so_on_any_rank(failure is not None):
+            return None
+        return failure or "other_rank: another tensor-parallel rank could not compute the chunk"
 
     @property
     def computed_s(self) -> float:
@@ -107,6 +115,9 @@ class IdleSavePasses:
             batch = self._batch = SaveBatch(self._jobs, self._make_pass(self._jobs, int(budget)))
         batch.advance(budget)
         if batch.work.status is PassStatus.DONE and not self._is_unsound():
+            if failure := batch.find_failure():
+                self.abandon(failure)
+                return
             self._jobs, self._batch = [], None
             if self._is_first_rank():
                 compute_ms = round(batch.computed_s * 1e3 / len(batch.jobs), 3)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from kintsugi.engine.protocol import (
     WorkerReport,
 )
 from kintsugi.engine.worker.anatomy import learn_model
+from kintsugi.engine.worker.defects import contain_defects
 from kintsugi.engine.worker.memory import pass_bytes, reserve_memory, warn_of_short_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
 from kintsugi.engine.worker.saves import IdleSavePasses, SaveBatch, num_saves_together, outcome_of
@@ -44,7 +45,7 @@ from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.estimates import Meter
-from kintsugi.fusor.loader import PREFETCH_LAYERS, Frames, LayerLoader, describe_shortage, placements_of
+from kintsugi.fusor.loader import PREFETCH_LAYERS, Frames, LayerLoader, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.fusor.sliced import PassStatus
@@ -399,8 +400,12 @@ class WorkerSide:
                 f"the {int(self._room_bytes) >> 20} MiB that are reserved; lower gpu_memory_utilization",
             )
             return True
-        with contain_defects(f"begin the blend of {request_id}", partial(self._fail, request_id)):
+        give_up = partial(self._fail, request_id)
+        with contain_defects(f"begin the blend of {request_id}", give_up, in_layers=False):
             self._begin_blend(job, needed)
+        if is_so_on_any_rank(request_id not in self._blends) and request_id in self._blends:
+            self._end_blend(request_id).work.close()
+            give_up("other_rank: another tensor-parallel rank could not begin the blend")
         return True
 
     def _end_blend(self, request_id: str) -> _Blend:
@@ -491,6 +496,9 @@ class WorkerSide:
             spent = self._save.advance(budget)
         batch = self._save
         if batch is not None and batch.work.status is PassStatus.DONE and not self._has_stopped():
+            if failure := batch.find_failure():
+                self._abandon_save(jobs, failure)
+                return spent
             self._save = None
             for job, frames in zip(batch.jobs, batch.work.frames, strict=True):
                 self._finish_save(batch, job, frames)
@@ -566,28 +574,6 @@ class WorkerSide:
             del self._puts[request_id]
             self._without_kv |= {request_id} & self._puts_without_kv
             self._finished[request_id] = outcome_of(future)
-
-
-@contextmanager
-def contain_defects(task: str, give_up: Callable[[str], None]) -> Iterator[None]:
-    """Log an exception of the block and pass its reason to ``give_up``, so that a defect ends one pass and
-    not the engine. If the device has no memory left, the log gets one line without a traceback.
-
-    Raises the exception if there are several tensor-parallel ranks: ranks that do not stay in step would wait
-    for each other.
-    """
-    try:
-        yield
-    except Exception as defect:
-        if rank_and_size()[1] > 1:
-            raise
-        if isinstance(defect, torch.OutOfMemoryError):
-            reason = describe_shortage(defect)
-            logger.warning("Failed to %s: %s", task, reason)
-        else:
-            reason = f"defect: {type(defect).__name__}: {defect}"
-            logger.exception("Failed to %s", task)
-        give_up(reason)
 
 
 def _remove_job(jobs: list[Any], request_id: str) -> bool:

@@ -190,6 +190,7 @@ class VllmStack:
         self._block_ids = block_ids
         self._before_end = before_end
         self._keeps = keeps
+        self._failures: list[str] = []
         groups = {layer.group.index: layer.group for layer in model.layers}
         self._tables = {
             index: _GroupTables(group, [ids[group.tables] for ids in block_ids], ends, model.device, keeps)
@@ -207,7 +208,13 @@ class VllmStack:
             tables, size = layer.group.tables, layer.group.block_size
             cached = block_ids[tables][: -(-start // size)]
             own[tables] = [*cached, *[NULL_BLOCK] * (-(-end // size) - len(cached))]
-        return VllmStack(self._model, [tuple(own)], [end], keeps=False)
+        stack = VllmStack(self._model, [tuple(own)], [end], keeps=False)
+        stack._failures = self._failures
+        return stack
+
+    @property
+    def failure(self) -> str | None:
+        return next(iter(self._failures), None)
 
     @property
     def num_layers(self) -> int:
@@ -295,26 +302,50 @@ class VllmStack:
     def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
         # Layers normalise in place, so the projection works on a copy.
         target, captured = self._model.layers[layer], CapturedKV()
-        with capture_kv(target, captured, leave=True):
-            self._call(target, hidden.copy(), batch)
-        return FreshKV(captured.query, None, captured.key, captured.value)
+
+        def project() -> tuple[Tensor, ...]:
+            with capture_kv(target, captured, leave=True):
+                self._call(target, hidden.copy(), batch)
+            return captured.query, captured.key, captured.value
+
+        query, key, value = self._in_step((layer, "project"), batch.num_tokens, project)
+        return FreshKV(query, None, key, value)
+
+    def _in_step(
+        self, key: tuple[int, str], num_tokens: int, call: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Run a layer call; with several ranks, one that fails goes on with zeros (`ranks`)."""
+        if self.world_size == 1:
+            return call()
+        results: tuple[Tensor, ...]
+        results, failure = self._model.lock_step.run(key, num_tokens, call)
+        self._failures += [failure] if failure else []
+        return results
 
     def run_layer(
         self, layer: int, hidden: Hidden, batch: LayerBatch, capture: bool = False
     ) -> FreshKV | None:
         target = self._model.layers[layer]
-        if not capture:
-            self._call(target, hidden, batch)
-            return None
         captured = CapturedKV()
-        with capture_kv(target, captured, leave=False):
+
+        def run() -> tuple[Tensor, ...]:
             self._call(target, hidden, batch)
-        plain = captured.key_before_rope
-        if plain is None:
-            rotary = target.rotation.rotary
-            positions = batch.prepared.positions
-            plain = captured.key if rotary is None else rotary.unrotate(captured.key, positions)
-        return FreshKV(captured.query, plain, captured.key, captured.value)
+            return ()
+
+        def run_and_capture() -> tuple[Tensor, ...]:
+            with capture_kv(target, captured, leave=False):
+                self._call(target, hidden, batch)
+            plain = captured.key_before_rope
+            if plain is None:
+                rotary = target.rotation.rotary
+                positions = batch.prepared.positions
+                plain = captured.key if rotary is None else rotary.unrotate(captured.key, positions)
+            return captured.query, plain, captured.key, captured.value
+
+        if not capture:
+            self._in_step((layer, "run"), batch.num_tokens, run)
+            return None
+        return FreshKV(*self._in_step((layer, "capture"), batch.num_tokens, run_and_capture))
 
     def attention_rule(self, layer: int) -> AttentionRule:
         attention, kv = self._model.layers[layer].attention, self._model.layers[layer].kv

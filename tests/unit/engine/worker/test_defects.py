@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("vllm")
 
 from kintsugi.engine.worker import side
-from kintsugi.engine.worker.side import contain_defects
+from kintsugi.engine.worker.defects import contain_defects
 
 SHORTAGE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 79.15 GiB.")
 

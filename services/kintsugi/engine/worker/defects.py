@@ -1,0 +1,37 @@
+"""Keeps what fails in one pass from ending the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from vllm.logger import init_logger
+
+from kintsugi.engine.worker.stack import rank_and_size
+from kintsugi.fusor.loader import describe_shortage
+
+logger = init_logger(__name__)
+
+
+@contextmanager
+def contain_defects(task: str, give_up: Callable[[str], None], in_layers: bool = True) -> Iterator[None]:
+    """Log an exception of the block and pass its reason to ``give_up``, so that a defect ends one pass and
+    not the engine. If the device has no memory left, the log gets one line without a traceback.
+
+    ``in_layers``: the block runs layers, and what fails in a layer call is contained there (`worker.ranks`).
+    Any other exception is raised if there are several tensor-parallel ranks: ranks that do not stay in step
+    would wait for each other.
+    """
+    try:
+        yield
+    except Exception as defect:
+        if in_layers and rank_and_size()[1] > 1:
+            raise
+        if isinstance(defect, torch.OutOfMemoryError):
+            reason = describe_shortage(defect)
+            logger.warning("Failed to %s: %s", task, reason)
+        else:
+            reason = f"defect: {type(defect).__name__}: {defect}"
+            logger.exception("Failed to %s", task)
+        give_up(reason)
