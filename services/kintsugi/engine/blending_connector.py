@@ -2,7 +2,8 @@
 
 vLLM creates one object per role; methods are grouped by role. Requests are claimed asynchronously
 (`get_num_new_matched_tokens` returns `(n, True)`): vLLM parks them, leaves their blocks unnamed, and calls
-`start_load_kv` in every step, in which the worker runs a slice.
+`start_load_kv` in every step, in which the worker runs a slice. Model Runner V2, the default on CUDA, calls
+it after the step's forward pass and sampling; V1 and the CPU engine call it before.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """The connector's object of one role."""
+class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """The connector's object of one role. `MultiConnector` finds its statistics by the class's name."""
 
     _scheduler: SchedulerSide
     """Only in the scheduler's role."""
@@ -128,6 +129,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     _block_sizes(kv_cache_config),
                     find_chunk_reach(vllm_config, kv_cache_config),
                 ),
+                is_consumer=transfer.kv_role == "kv_consumer",
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 has_windows=has_windows(kv_cache_config),
                 local_chunk=find_local_chunk(kv_cache_config),

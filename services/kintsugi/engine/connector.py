@@ -8,6 +8,6 @@ from kintsugi.engine.worker.hooks import HOOKS, check_vllm
 
 check_vllm(HOOKS)
 
-from kintsugi.engine.blending_connector import BlendingConnector as KintsugiConnector  # noqa: E402
+from kintsugi.engine.blending_connector import KintsugiConnector  # noqa: E402
 
 __all__ = ["KintsugiConnector"]

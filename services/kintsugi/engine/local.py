@@ -301,12 +301,11 @@ class LocalEngine:
     @property
     def _scheduler(self) -> SchedulerSide:
         connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
-        if not hasattr(connector, "_scheduler"):
-            raise NotBlendable(
-                "connector", f"this engine's connector is a {type(connector).__name__}. {WORKING}"
-            )
-        side: SchedulerSide = connector._scheduler
-        return side
+        for part in getattr(connector, "sub_connectors", [connector]):
+            if hasattr(part, "_scheduler"):
+                side: SchedulerSide = part._scheduler
+                return side
+        raise NotBlendable("connector", f"this engine's connector is a {type(connector).__name__}. {WORKING}")
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, so that the next prompt is prefilled from its first token."""

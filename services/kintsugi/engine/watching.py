@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from kintsugi.core.accounting import TICKET, TOLD, WEIGHTS_CHANGED
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.engine.local import Generation, Prompt, tokens_prompt
+from kintsugi.engine.plugin import CONNECTOR
 
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""
@@ -273,7 +274,10 @@ def _told_logger(take: Callable[[str, dict[str, Any]], None]) -> Any:
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
             counted = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
-            for ticket, accounting in ((counted or {}).get(TOLD) or {}).items():
+            counted = (counted or {}).get(
+                CONNECTOR, counted
+            ) or {}  # MultiConnector keeps each connector's apart
+            for ticket, accounting in (counted.get(TOLD) or {}).items():
                 take(ticket, accounting)
 
         def log_engine_initialized(self) -> None:

@@ -53,6 +53,7 @@ def reason_of(generation: Generation) -> str:
     return reason
 
 
+@pytest.mark.composed("adapters")
 def test_an_engine_with_adapters_blends_nothing(
     engine_slot: EngineSlot, tmp_path: Path, supports: Supports
 ) -> None:

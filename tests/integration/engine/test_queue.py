@@ -148,6 +148,7 @@ def in_flight(engine: LocalEngine) -> list[bool]:
     return [state.in_flight for state in engine._scheduler._states.values() if state.block_ids]
 
 
+@pytest.mark.composed("pause")
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_the_cache_is_emptied_while_blends_hold_blocks(
     has_ended: bool, engine: LocalEngine, steps: Steps, monkeypatch: pytest.MonkeyPatch

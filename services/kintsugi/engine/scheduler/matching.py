@@ -25,6 +25,7 @@ from kintsugi.core.spaces import (
     TokenIds,
     anchors_at_every_offset,
 )
+from kintsugi.engine.protocol import ProbeJob
 from kintsugi.store.protocol.interface import Anchored, ChunkStore, Found
 
 if TYPE_CHECKING:
@@ -283,6 +284,12 @@ def hits_of(match: Match, last: int, num_ranks: int) -> tuple[ChunkHit, ...]:
         for span in match.spans
         if span.key in match.manifests and span.start < last
     )
+
+
+def probe_of(hits: Sequence[ChunkHit], match: Match) -> ProbeJob:
+    """Make a job that reads one chunk from every source."""
+    by_source = {hit.source: hit for hit in hits}
+    return ProbeJob(tuple(by_source.values()), {hit.key: match.stored[hit.key] for hit in by_source.values()})
 
 
 def chunks_of(match: Match, num_tokens: int) -> tuple[range, ...]:

@@ -25,7 +25,6 @@ from kintsugi.engine.protocol import (
     BlendJob,
     JobTokens,
     PassSample,
-    ProbeJob,
     StepMetadata,
     WorkerReport,
 )
@@ -40,6 +39,7 @@ from kintsugi.engine.scheduler.matching import (
     hits_of,
     match_content,
     match_spans,
+    probe_of,
     without_prefix,
 )
 from kintsugi.engine.scheduler.requests import (
@@ -91,6 +91,8 @@ class SchedulerSide:
     parking: Parking
     discovery: Discovery
     idle_saves: IdleSaves
+    is_consumer: bool = False
+    """Whether another engine blends and hands KV over (vLLM's `kv_role`): this one only names blocks."""
     num_ranks: int = 1
     """Number of tensor-parallel ranks. Each loads its part of a chunk."""
     has_windows: bool = False
@@ -286,7 +288,8 @@ class SchedulerSide:
             state.account_prefill(error, self.engine.num_layers)
             self._lookups.release(state.lookup)
             if self._timing.probe_is_due(error.reason):
-                self._metadata.probes.append(self._probe(request, state, match))
+                hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
+                self._metadata.probes.append(probe_of(hits, match))
             self._predict_full(request, num_computed)
             if error.reason == UNMEASURED and num_computed:
                 # The cached tokens may be the blend of a shorter prompt: look again for exact KV.
@@ -294,7 +297,7 @@ class SchedulerSide:
                 return None, False
             forked_at = hashing.exact_tokens(request)
             is_exact = state.job is None and forked_at is not None and num_computed <= forked_at
-            if state.params.spans is None and is_exact:
+            if state.params.spans is None and is_exact and not self.is_consumer:
                 # The whole prompt is computed: a later turn, perhaps with other chunks, finds it as exact KV.
                 hashing.unfork(request, state.ordinary_hasher)
             return 0, False
@@ -304,13 +307,6 @@ class SchedulerSide:
     def _predict_full(self, request: Request, num_computed: int) -> None:
         full_s = predict_full_s(self._plan_request(request, num_computed, ()))
         self._timing.record_plan(request.request_id, full_s, is_blend=False)
-
-    def _probe(self, request: Request, state: RequestState, match: Match) -> ProbeJob:
-        """Make a job that reads one chunk from every source."""
-        hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
-        by_source = {hit.source: hit for hit in hits}
-        manifests = {hit.key: match.stored[hit.key] for hit in by_source.values()}
-        return ProbeJob(tuple(by_source.values()), manifests)
 
     def _claim_save(self, state: RequestState, num_computed: int) -> tuple[int | None, bool]:
         """Claim the tokens of a save: those before the chunk, and the chunk. The fork of the names ensures
@@ -377,6 +373,8 @@ class SchedulerSide:
 
     def _check(self, request: Request, state: RequestState, match: Match, num_computed: int) -> None:
         """Raise `NotBlendable` if the prompt must not be blended, regardless of the engine's load."""
+        if self.is_consumer:
+            raise NotBlendable("kv_consumer", "this engine takes KV over (kv_role) and blends nothing itself")
         hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
         end = hits[-1].end if hits else 0
         if (

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.models.declines import RECURRENT_STATE, Decline, DeclineReason
 
 
@@ -39,13 +40,22 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
             f"kv_cache_dtype: the scales of {cache_dtype} lie in vLLM's cache, and passes also use other "
             "caches; choose auto or fp8",
         ),
-        (vllm_config.speculative_config is not None, "speculative_decoding: the draft's KV is not blended"),
+        (
+            vllm_config.speculative_config is not None and vllm_config.speculative_config.method != "ngram",
+            "speculative_decoding: the draft model's KV is not blended; the method ngram has none",
+        ),
     )
     return next((reason for holds, reason in checks if holds), None)
 
 
+NAMED_BY_BLOCKS = ("OffloadingConnector",)
+"""vLLM's connectors that name KV as its prefix cache does, by the names of the request's blocks: what they
+keep of a blend is found only by the same blend."""
+
+
 def find_wrapper(connector: KVConnectorBase_V1) -> str | None:
-    """Return `reason: detail` if another connector, such as `MultiConnector`, creates this one; else None.
+    """Return `reason: detail` if a `MultiConnector` creates this connector beside one that could store
+    blended KV as exact, or after one that would see a request before its blocks are renamed; else None.
 
     Call it in the constructor of ``connector``, while the creator's frame is on the stack. There is no other
     sign: a wrapper passes each child a configuration as if it were alone.
@@ -54,10 +64,14 @@ def find_wrapper(connector: KVConnectorBase_V1) -> str | None:
     while frame.f_back is not None:
         maker = frame.f_locals.get("self")
         if isinstance(maker, KVConnectorBase_V1) and maker is not connector:
+            parts = maker._kv_transfer_config.kv_connector_extra_config.get("connectors", ())
+            first, *others = [part["kv_connector"] for part in parts] or [""]
+            if first == CONNECTOR and set(others) <= set(NAMED_BY_BLOCKS):
+                return None
             return (
                 f"multi_connector: {type(maker).__name__} passes blocks to its other connectors, too, and "
-                "one that stores them by their tokens would store blended KV as exact; set kv_connector to "
-                "KintsugiConnector"
+                "one that stores them by their tokens would store blended KV as exact; list "
+                f"{CONNECTOR} first, beside {' or '.join(NAMED_BY_BLOCKS)} alone"
             )
         frame = frame.f_back
     return None

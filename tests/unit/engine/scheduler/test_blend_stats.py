@@ -9,7 +9,7 @@ import prometheus_client
 import pytest
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.engine.blending_connector import BlendingConnector
+from kintsugi.engine.blending_connector import KintsugiConnector
 from kintsugi.engine.scheduler.stats import ERRORS_MAX, BlendPromMetrics, BlendStats
 
 
@@ -54,7 +54,7 @@ def test_what_is_told_of_requests_that_go_on_is_neither_counted_nor_logged() -> 
         "ticket": "blended",
         "another": "declined",
     }
-    assert BlendingConnector.build_kv_connector_stats(both).is_empty(), "or vLLM would keep it to be logged"
+    assert KintsugiConnector.build_kv_connector_stats(both).is_empty(), "or vLLM would keep it to be logged"
 
 
 def test_a_request_without_a_prediction_has_no_error() -> None:

@@ -19,7 +19,7 @@ from vllm.v1.core import kv_cache_utils
 
 from kintsugi.core.errors import Unavailable, VersionMismatch
 from kintsugi.engine import connector, plugin
-from kintsugi.engine.blending_connector import BlendingConnector
+from kintsugi.engine.blending_connector import KintsugiConnector
 from kintsugi.engine.versions import RUN
 from kintsugi.engine.worker.hooks import (
     ALL_HOOKS,
@@ -128,7 +128,7 @@ def test_a_connector_is_not_loaded_on_a_vllm_that_lacks_something(monkeypatch: p
         older.delattr(base, "KVConnectorTransferResults")
         with pytest.raises(VersionMismatch, match="KVConnectorTransferResults"):
             reload(connector)
-    assert reload(connector).KintsugiConnector is BlendingConnector
+    assert reload(connector).KintsugiConnector is KintsugiConnector
 
 
 def test_registering_never_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
