@@ -141,6 +141,10 @@ else
 endif
 
 # The first part computes; the second mostly waits for engines and servers that it starts.
+# On the engine that runs by default on a GPU, in a process that pretends to have one (tests/fakes/posed_gpu.py).
+ENGINE_TESTS := tests/integration/engine
+POSED_TESTS := $(patsubst %,$(ENGINE_TESTS)/test_%.py,contract blend prefix_cache failures preemption queue composed)
+
 test: setup tools
 	@$(MAKE) --no-print-directory --jobs=2 test-units test-systems
 
@@ -149,6 +153,7 @@ test-units:
 
 test-systems:
 	$(BIN)/python -u -m pytest -m "not full" tests --ignore=tests/unit
+	KINTSUGI_POSED=1 $(BIN)/python -u -m pytest $(ENGINE_TESTS)/test_contract.py
 
 # Folders whose tests need neither torch nor vLLM nor Ray, apart from those in `heavy`.
 CORE_TESTS := $(addprefix tests/unit/,core discovery gateway models operator precompute quality sdk serving store)
@@ -158,6 +163,7 @@ test-core: $(CORE_VENV)/.installed
 
 test-full: setup tools
 	$(BIN)/python -u -m pytest -m full
+	KINTSUGI_POSED=1 $(BIN)/python -u -m pytest $(POSED_TESTS)
 
 check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/ruff format --check .

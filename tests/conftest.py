@@ -20,6 +20,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # Stores of `ram://` are shared with the engine, and tests may reach into it.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+if os.environ.get("KINTSUGI_POSED"):
+    # Engines as on a GPU, which this process pretends to have.
+    from tests.fakes.posed_gpu import pose
+
+    pose()
+
 import pytest
 from hypothesis import settings
 
@@ -137,6 +143,11 @@ def pytest_unconfigure() -> None:
     unfreeze_imports()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("composed"):
+        item.user_properties.append(("composed", mark.args[0]))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,
@@ -154,6 +165,25 @@ def pytest_runtest_makereport(
             elif name == "figure":
                 evidence.note_figure(*value)
     return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the shares of cases that pass on a posed engine, and of works beside other features of vLLM."""
+    if not os.environ.get("KINTSUGI_POSED"):
+        return
+    reports = [
+        (report, outcome)
+        for outcome in ("passed", "failed", "error")
+        for report in terminalreporter.stats.get(outcome, ())
+    ]
+    composed: dict[str, bool] = {}
+    for report, outcome in reports:
+        for name, value in report.user_properties:
+            if name == "composed":
+                composed[value] = composed.get(value, True) and outcome == "passed"
+    passed = len(terminalreporter.stats.get("passed", ()))
+    terminalreporter.write_line(f"posed_engine_cases {passed} of {len(reports)}")
+    terminalreporter.write_line(f"composed {sum(composed.values())} of {len(composed)}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

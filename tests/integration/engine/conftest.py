@@ -6,6 +6,7 @@ vLLM keeps its KV connector in a process-wide variable, so two engines cannot li
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,16 +40,22 @@ PATIENT = {"lookup_deadline_ms": 60_000, "layer_deadline_ms": 60_000}
 """A busy machine is no reason to decline: tests that mean a deadline set it."""
 
 
+def is_posed() -> bool:
+    """Whether this process poses as one with a GPU (`KINTSUGI_POSED=1`)."""
+    return "tests.fakes.posed_gpu" in sys.modules
+
+
 def engine_dtype() -> str:
     """Dtype of engines in tests that compare a blend with vLLM itself: bfloat16 where the CPU has AVX-512.
 
     Without AVX-512, how torch rounds a bfloat16 product depends on its number of rows: two full prefills of
     one prompt, split at different tokens, differ by up to 0.1 in a log probability. Only float32 shows there
-    whether a blend is exact.
+    whether a blend is exact. So it is where a GPU is posed.
     """
     import torch
 
-    return "float32" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "bfloat16"
+    is_float32 = is_posed() or torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return "float32" if is_float32 else "bfloat16"
 
 
 needs_fp8_kv = pytest.mark.skipif(
@@ -64,6 +71,19 @@ def folder_of(name: str) -> Path:
     seed = SEEDS.get(name, 0)
     final = cache_folder() / "checkpoints" / f"{name}-{digest}-seed{seed}-r{RECIPE}"
     return make_folder_once(final, lambda draft: make_checkpoint_of(config_of(name), draft, seed))
+
+
+def posed_arguments() -> dict[str, Any]:
+    """vLLM's arguments where this process poses: attention that needs no compiled extension, and vLLM's own
+    operations in torch."""
+    if not is_posed():
+        return {}
+    native = {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}
+    return {
+        "attention_config": {"backend": "TRITON_ATTN"},
+        "compilation_config": {"custom_ops": ["none"]},
+        "kernel_config": {"ir_op_priority": native},
+    }
 
 
 @dataclass
@@ -83,6 +103,7 @@ class EngineSlot:
                 "max_model_len": 4096,
                 "block_size": 32,
                 "kv_cache_memory_bytes": 128 << 20,
+                **posed_arguments(),
                 **vllm_args,
             }
             config = {"store": f"ram://{shape}", **PATIENT, **UNCALIBRATED, **(extra_config or {})}
