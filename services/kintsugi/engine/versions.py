@@ -12,8 +12,8 @@ PROBED = ("0.30", "0.33")
 """Versions whose sources have every name and signature that blending needs, without a test run."""
 LACKING = ("0.26",)
 """Versions whose sources lack some of the names, so that nothing is blended."""
-REQUIREMENT = ">=0.30,<0.34"
-"""Requirement of the extra `gpu`."""
+REQUIREMENT = ">=0.31,<0.33"
+"""Requirement of the extra `gpu`: the versions of `RUN`."""
 
 WORKING = (
     f"vLLM {' and '.join(RUN)} are tested, {' and '.join(PROBED)} have everything that blending needs: "
