@@ -76,6 +76,7 @@ class PagedStack:
     """`fusor.stack.DecoderStack` for one sequence of at most `positions_max` tokens."""
 
     world_size = 1
+    failure: str | None = None
     sees_order_alone = True
 
     def __init__(self, model: PagedModel, positions_max: int) -> None:

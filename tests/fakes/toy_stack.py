@@ -135,6 +135,7 @@ class ToyStack:
         self.model = model
         self.device = torch.device("cpu")
         self.world_size = world_size
+        self.failure: str | None = None
         self.projection_share = 0.125
         self.open_layer: int | None = None
         self.calls: list[tuple[str, int, int]] = []

@@ -399,9 +399,9 @@ class BlendPass(SlicedWork):
         lost_anywhere = self._stack.sum_over_ranks(torch.tensor(lost_here)).tolist()
         keys = frozenset(hit.key for hit, lost in zip(self.plan.hits, lost_anywhere, strict=True) if lost > 0)
         if keys:
-            reason = (
-                "other_rank: a chunk could not be loaded there" if self._lost is None else self._lost.reason
-            )
+            reason = "other_rank: a chunk was lost, or a layer failed, on another tensor-parallel rank"
+            if self._lost is not None:
+                reason = self._lost.reason
             raise LoadFailed(keys, reason)
 
     def _filter(self, layer: int, hidden: Hidden, loaded: LoadedLayer, selector: Selector) -> Units[Hidden]:

@@ -500,7 +500,29 @@ def test_ranks_agree_when_the_other_one_lost_a_chunk() -> None:
     _, other = blended(missed, missed.plan(0.0))
     assert_cache(stack, *cache_of(other), 0.0)
     assert work.tally.restarts == 1
-    assert work.tally.failure == "other_rank: a chunk could not be loaded there"
+    assert (work.tally.failure or "").startswith("other_rank: a chunk was lost")
+
+
+def test_a_layer_that_failed_on_this_rank_ends_the_pass_on_all() -> None:
+    scene = prompt()
+    stack = ToyStack(model(), world_size=2)
+    stack.failure = "defect: ValueError: no"
+    work, _ = begin(scene, scene.plan(0.0), stack)
+    assert finish(work) is PassStatus.FAILED
+    assert work.tally.failure == stack.failure
+    assert work.tally.restarts == 0
+
+
+def test_a_slice_ends_where_a_pass_restarts() -> None:
+    """A step that has waited for one layer's deadline does not wait for another."""
+    scene = prompt()
+    scene.lost = frozenset({(1, scene.hits[1].key)})
+    work, _ = begin(scene, scene.plan(0.0))
+    while not work.tally.restarts:
+        assert work.status is PassStatus.RUNNING
+        work.advance(float("inf"))
+    assert work.tally.timeline == [], "the slice went on with layer 0"
+    work.close()
 
 
 def test_ranks_agree_when_this_one_lost_a_chunk() -> None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-from vllm.logger import init_logger
-
+from kintsugi.engine.worker.ranks import log_defect
 from kintsugi.engine.worker.stack import rank_and_size
-from kintsugi.fusor.loader import describe_shortage
-
-logger = init_logger(__name__)
 
 
 @contextmanager
@@ -28,10 +23,4 @@ def contain_defects(task: str, give_up: Callable[[str], None], in_layers: bool =
     except Exception as defect:
         if in_layers and rank_and_size()[1] > 1:
             raise
-        if isinstance(defect, torch.OutOfMemoryError):
-            reason = describe_shortage(defect)
-            logger.warning("Failed to %s: %s", task, reason)
-        else:
-            reason = f"defect: {type(defect).__name__}: {defect}"
-            logger.exception("Failed to %s", task)
-        give_up(reason)
+        give_up(log_defect(task, defect))

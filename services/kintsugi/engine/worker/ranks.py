@@ -69,11 +69,7 @@ class LockStep:
         except Exception as defect:
             if key not in self._operations:
                 raise
-            if isinstance(defect, torch.OutOfMemoryError):
-                reason = describe_shortage(defect)
-            else:
-                reason = f"defect: {type(defect).__name__}: {defect}"
-            logger.exception("A layer call failed on this rank, which goes on with zeros")
+            reason = log_defect("run a layer on this rank, which goes on with zeros", defect)
         else:
             if key not in self._operations:
                 self._operations[key] = made
@@ -84,6 +80,17 @@ class LockStep:
             zeros = operation.like.zeros(num_tokens)
             getattr(get_tp_group(), operation.name)(zeros, *operation.arguments, **operation.options)
         return tuple(like.zeros(num_tokens) for like in self._results[key]), reason
+
+
+def log_defect(task: str, defect: Exception) -> str:
+    """Log an exception, which is being handled, and return its reason. If the device has no memory left, the
+    log gets one line without a traceback."""
+    if isinstance(defect, torch.OutOfMemoryError):
+        reason = describe_shortage(defect)
+        logger.warning("Failed to %s: %s", task, reason)
+        return reason
+    logger.exception("Failed to %s", task)
+    return f"defect: {type(defect).__name__}: {defect}"
 
 
 @contextlib.contextmanager

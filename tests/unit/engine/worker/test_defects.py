@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from kintsugi.engine.worker import side
+from kintsugi.engine.worker import defects
 from kintsugi.engine.worker.defects import contain_defects
 
 SHORTAGE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 79.15 GiB.")
@@ -17,7 +17,7 @@ SHORTAGE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 M
 
 def contain(error: Exception, monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> list[str]:
     """The reasons that are handed on."""
-    monkeypatch.setattr(side, "rank_and_size", lambda: (0, ranks))
+    monkeypatch.setattr(defects, "rank_and_size", lambda: (0, ranks))
     reasons: list[str] = []
     with contain_defects("blend request-1", reasons.append):
         raise error

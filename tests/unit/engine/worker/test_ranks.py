@@ -1,0 +1,72 @@
+"""A rank whose layer call fails takes part in the rest of the call's collective operations with zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kintsugi.engine.worker import ranks
+from kintsugi.engine.worker.ranks import LockStep
+
+WIDTH = 3
+
+
+class Group:
+    """The group of ranks, as vLLM's: notes what this rank takes part in."""
+
+    def __init__(self) -> None:
+        self.joined: list[tuple[str, tuple[int, ...], float]] = []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.joined.append(("all_reduce", tuple(tensor.shape), float(tensor.sum())))
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        self.joined.append((f"all_gather {dim}", tuple(tensor.shape), float(tensor.sum())))
+        return tensor
+
+    def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        raise AssertionError("no layer here scatters")
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    group = Group()
+    monkeypatch.setattr(ranks, "get_tp_group", lambda: group)
+    return group
+
+
+def call(group: Group, num_tokens: int, error: Exception | None = None) -> tuple[Tensor, ...]:
+    """A layer call with two collective operations, between which it may fail."""
+    group.all_reduce(torch.ones(num_tokens, WIDTH))
+    if error is not None:
+        raise error
+    group.all_gather(torch.ones(2 * num_tokens, WIDTH), dim=0)
+    return (torch.ones(num_tokens, 2, WIDTH, dtype=torch.float64),)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("no"), "defect: ValueError: no"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried."), "device_memory: CUDA out of memory. Tried; "),
+    ],
+)
+def test_a_call_that_fails_is_completed_with_zeros(group: Group, error: Exception, reason: str) -> None:
+    step = LockStep()
+    (full,), failure = step.run("layer 0", 4, lambda: call(group, 4))
+    assert failure is None
+    assert full.sum() == full.numel()
+    group.joined.clear()
+    (zeros,), failure = step.run("layer 0", 6, lambda: call(group, 6, error))
+    assert group.joined == [("all_reduce", (6, WIDTH), 6.0 * WIDTH), ("all_gather 0", (12, WIDTH), 0.0)]
+    assert failure is not None
+    assert failure.startswith(reason)
+    assert (zeros.shape, zeros.dtype, float(zeros.sum())) == ((6, 2, WIDTH), torch.float64, 0.0)
+
+
+def test_a_call_that_has_never_succeeded_raises(group: Group) -> None:
+    with pytest.raises(ValueError, match="no"):
+        LockStep().run("layer 0", 4, lambda: call(group, 4, ValueError("no")))
+    assert group.__dict__.keys() == {"joined"}, "the group's own operations are back"
