@@ -175,9 +175,9 @@ no engine starts. Each message lists the versions that work.
 | {", ".join(PROBED)} | the sources have every name (`find_missing_hooks`); no test was run |
 | {", ".join(LACKING)} | the sources lack some names: nothing is blended |
 
-The extra `gpu` asks for `vllm{REQUIREMENT}`; the extra `cpu` pins one version. vLLM's `MultiConnector` blends
-beside connectors that name KV as vLLM does ([Integrations](INTEGRATIONS.md#beside-other-features-of-vllm)). vLLM's KV
-events announce no blended block.
+The extra `gpu` asks for `vllm{REQUIREMENT}`; the extra `cpu` pins one version. Within vLLM's `MultiConnector`
+it blends beside [connectors that name KV as vLLM does](INTEGRATIONS.md#beside-other-features-of-vllm).
+vLLM's KV events announce no blended block.
 """
 
 DISTANCES = """\
