@@ -52,11 +52,10 @@ accuracy, because elements are divided by the rounded scale."""
 EXPONENTS_BYTES = 2
 """Size of a head's two exponents, to which its scales of K and of V are relative."""
 SINK_TOKENS = 4
-INT4_GROUP = 64
-"""Elements of `Codec.INT4` that share a scale and a zero point: tokens of a channel of K, channels of a token
-of V."""
-INT4_PARAMETERS_BYTES = 2
-"""Size of a scale and a zero point."""
+INT4_KEY_TOKENS = 32
+"""Tokens of a channel of K that share a scale and a zero point in `Codec.INT4`."""
+INT4_VALUE_CHANNELS = 64
+"""Channels of a token of V that share a scale in `Codec.INT4`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 """Valid ids of namespace keys."""
 
@@ -77,8 +76,8 @@ class Codec(IntEnum):
     INT8_SINKS = 4
     FP8_SINKS = 5
     INT4 = 6
-    """Two elements a byte, with a scale and a zero point for each `INT4_GROUP` elements. The sinks are not
-    quantised."""
+    """Two elements a byte. Scales cover few elements (`INT4_KEY_TOKENS`, `INT4_VALUE_CHANNELS`), and K has
+    zero points, too. Only K's sinks are not quantised."""
 
     def sinks_of(self, num_tokens: int) -> int:
         """Return the number of leading tokens that are not quantised."""
@@ -185,24 +184,28 @@ class LayerGroup:
         if not self.has_k_and_v:
             raise InvalidField("codec", f"{codec.name.lower()} encodes only K and V; use raw for this model")
         sinks = codec.sinks_of(num_tokens)
-        small = num_tokens - sinks
-        exact = self.width * sinks * ELEMENT_BYTES[dtype]
         if codec is Codec.INT4:
-            return sum(self.int4_bytes(small)) + EXPONENTS_BYTES + exact
+            key = self.parts[0].width * sinks * ELEMENT_BYTES[dtype]
+            return sum(self.int4_bytes(num_tokens, sinks)) + EXPONENTS_BYTES + key
+        small = num_tokens - sinks
         scales = EXPONENTS_BYTES + SCALE_BYTES * (self.parts[0].width + small)
-        return self.width * small + scales + exact
+        return self.width * (small + sinks * ELEMENT_BYTES[dtype]) + scales
 
-    def int4_bytes(self, num_tokens: int) -> tuple[int, int, int, int]:
-        """Return the bytes of a head's K and V in `Codec.INT4`, and of their scales and zero points. Raises
-        `InvalidField` for an odd width."""
+    def int4_bytes(self, num_tokens: int, sinks: int) -> tuple[int, int, int, int]:
+        """Return the bytes of a head's K and V in `Codec.INT4`, of K's scales and zero points, and of V's
+        scales. Raises `InvalidField` for an odd width."""
         key, value = (part.width for part in self.parts)
         if key % 2 or value % 2:
             raise InvalidField(
                 "codec", f"int4 stores two elements a byte; widths {key}, {value} are not even"
             )
-        groups = key * -(-num_tokens // INT4_GROUP), num_tokens * -(-value // INT4_GROUP)
-        parameters = [INT4_PARAMETERS_BYTES * count for count in groups]
-        return num_tokens * key // 2, num_tokens * value // 2, parameters[0], parameters[1]
+        groups = -(-(num_tokens - sinks) // INT4_KEY_TOKENS)
+        return (
+            (num_tokens - sinks) * key // 2,
+            num_tokens * value // 2,
+            2 * SCALE_BYTES * key * groups,
+            SCALE_BYTES * num_tokens * -(-value // INT4_VALUE_CHANNELS),
+        )
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def check_scales(frame: Tensor, encoding: Encoding) -> None:
 def _split_frame(frame: Tensor, encoding: Encoding) -> _Parts | int4.Packed:
     """Split a quantised frame, uint8 `[heads, head_bytes]`, into its parts."""
     if encoding.codec is Codec.INT4:
-        return int4.Packed.of(frame, encoding.group, encoding.num_tokens - encoding.sinks)
+        return int4.Packed.of(frame, encoding.group, encoding.num_tokens, encoding.sinks)
     return _Parts.of(frame, encoding)
 
 
@@ -208,11 +208,11 @@ def _quantize(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
     encoding = Encoding(LayerGroup(1, heads, parts_stored), NAMES[key.dtype], codec, num_tokens)
     flat = torch.zeros(heads, encoding.head_bytes, dtype=torch.uint8, device=key.device)
     packed, sinks = _split_frame(flat, encoding), encoding.sinks
+    if isinstance(packed, int4.Packed):
+        int4.quantize(key, value, packed, sinks)
+        return flat
     if sinks < num_tokens:
-        if isinstance(packed, int4.Packed):
-            int4.quantize(key[sinks:], value[sinks:], packed)
-        else:
-            _quantize_bytes(key[sinks:], value[sinks:], packed, ELEMENTS[codec])
+        _quantize_bytes(key[sinks:], value[sinks:], packed, ELEMENTS[codec])
     packed.sinks.copy_(encode(key[:sinks], value[:sinks], Codec.RAW).view(torch.uint8))
     return flat
 
@@ -235,16 +235,15 @@ def _quantize_bytes(key: Tensor, value: Tensor, parts: _Parts, elements: _Elemen
 def _dequantize(flat: Tensor, encoding: Encoding, rows: slice, outputs: tuple[Tensor, Tensor]) -> None:
     packed, sinks = _split_frame(flat, encoding), encoding.sinks
     first, end, _ = rows.indices(encoding.num_tokens)
+    if isinstance(packed, int4.Packed):
+        int4.dequantize(packed, sinks, first, *outputs)
+        return
     num_exact = max(min(end, sinks) - first, 0)
     exact = _split(_view_as_dtype(packed.sinks, DTYPES[encoding.dtype]), encoding, sinks)
     for own, out in zip(exact, outputs, strict=True):
         out[:num_exact] = own[:, first : first + num_exact].transpose(0, 1)
-    key, value = (out[num_exact:] for out in outputs)
     some = slice(max(first - sinks, 0), max(end - sinks, 0))
-    if isinstance(packed, int4.Packed):
-        int4.dequantize(packed, some.start, key, value)
-    else:
-        _dequantize_bytes(packed, encoding, some, key, value)
+    _dequantize_bytes(packed, encoding, some, *(out[num_exact:] for out in outputs))
 
 
 def _dequantize_bytes(parts: _Parts, encoding: Encoding, rows: slice, key: Tensor, value: Tensor) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.core.layout import (
     ELEMENT_BYTES,
-    INT4_GROUP,
+    INT4_KEY_TOKENS,
+    INT4_VALUE_CHANNELS,
     Codec,
     HeadRange,
     KVLayout,
@@ -179,10 +180,11 @@ def error_allowed(wide: Tensor, over: int, codec: Codec, dtype: str) -> Tensor:
 
 
 def error_allowed_of_int4(wide: Tensor, over: int, dtype: str) -> Tensor:
-    bounds = torch.empty_like(wide)
-    for group, bound in zip(wide.split(INT4_GROUP, over), bounds.split(INT4_GROUP, over), strict=True):
+    bounds, size = torch.empty_like(wide), INT4_VALUE_CHANNELS if over else INT4_KEY_TOKENS
+    for group, bound in zip(wide.split(size, over), bounds.split(size, over), strict=True):
         high, low = group.amax(over, keepdim=True), group.amin(over, keepdim=True)
-        bound.copy_(torch.stack([(high - low) / 15, low / -127, low / 112]).amax(0).expand_as(group))
+        steps = [(high - low) / 15, low / -127, low / 112] if over == 0 else [high / 7, low / -7]
+        bound.copy_(torch.stack(steps).amax(0).expand_as(group))
     of_head = bounds.amax((0, 2), keepdim=True)
     coarse = torch.maximum(bounds, of_head * 2.0**-7) * (1 + 2.0**-5) / 2 + 1e-38
     return coarse * (1 + 1e-5) + (wide.abs() + coarse) * MANTISSA_STEP[dtype] + TINY[dtype]
@@ -218,12 +220,13 @@ def test_errors_stay_within_what_is_promised(
     got_key, got_value = decode_frame(frame, layout, codec, shape[0])
     sinks = codec.sinks_of(shape[0])
     assert torch.equal(got_key[:sinks], key[:sinks])
-    assert torch.equal(got_value[:sinks], value[:sinks])
     for got, tensor, over in ((got_key, key, 0), (got_value, value, 2)):
-        wide = tensor[sinks:].float()
+        exact = 0 if codec is Codec.INT4 and over else sinks
+        assert torch.equal(got[:exact], tensor[:exact])
+        wide = tensor[exact:].float()
         assert got.dtype == tensor.dtype
         if wide.numel():
-            error = (got[sinks:].float() - wide).abs()
+            error = (got[exact:].float() - wide).abs()
             assert bool((error <= error_allowed(wide, over, codec, dtype)).all())
 
 
@@ -259,7 +262,11 @@ def exponents_at(codec: Codec, shape: tuple[int, int, int], head: int) -> int:
     """Where a head's shared exponents stand in a frame: K's, then V's."""
     small = shape[0] - codec.sinks_of(shape[0])
     layout = layout_of(shape, "bfloat16")
-    before = sum(layout.groups[0].int4_bytes(small)) if codec is Codec.INT4 else 2 * small * shape[2]
+    before = (
+        sum(layout.groups[0].int4_bytes(shape[0], codec.sinks_of(shape[0])))
+        if codec is Codec.INT4
+        else 2 * small * shape[2]
+    )
     return head * layout.head_bytes(codec, shape[0]) + before
 
 
@@ -351,14 +358,14 @@ def test_values_of_another_width_than_keys(codec: Codec, num_tokens: int) -> Non
         got_key, got_value = decode_frame(frame, layout, codec, num_tokens, chosen, layer=1)
         assert got_key.shape == key[chosen].shape
         assert got_value.shape == value[chosen].shape
-        assert torch.allclose(got_key, key[chosen], atol=0.4)
-        assert torch.allclose(got_value, value[chosen], atol=0.4)
+        assert torch.allclose(got_key, key[chosen], atol=0.5)
+        assert torch.allclose(got_value, value[chosen], atol=0.5)
     if codec is Codec.RAW:
         assert torch.equal(got_key, key[rows])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("num_tokens", [5, 68, 69, 200])
+@pytest.mark.parametrize("num_tokens", [1, 5, 36, 37, 68, 200])
 @pytest.mark.parametrize("width", [16, 64, 96, 128, 256])
 def test_int4_takes_a_quarter_of_the_bytes_and_any_rows(dtype: str, num_tokens: int, width: int) -> None:
     """Rows may begin and end inside a group of tokens, and heads may have several groups of channels."""
@@ -369,8 +376,13 @@ def test_int4_takes_a_quarter_of_the_bytes_and_any_rows(dtype: str, num_tokens: 
     assert len(frame) == layout.frame_bytes(Codec.INT4, num_tokens)
     whole = decode_frame(frame, layout, Codec.INT4, num_tokens)
     for over, got, tensor in zip((0, 2), whole, (key, value), strict=True):
-        wide = tensor[4:].float()
-        assert bool(((got[4:].float() - wide).abs() <= error_allowed(wide, over, Codec.INT4, dtype)).all())
+        exact = 0 if over else 4
+        wide = tensor[exact:].float()
+        if not wide.numel():
+            continue
+        assert bool(
+            ((got[exact:].float() - wide).abs() <= error_allowed(wide, over, Codec.INT4, dtype)).all()
+        )
     for rows in (slice(0, 3), slice(3, 5), slice(4, num_tokens), slice(30, 70), slice(67, 150)):
         for got, every in zip(decode_frame(frame, layout, Codec.INT4, num_tokens, rows), whole, strict=True):
             assert torch.equal(got, every[rows])
