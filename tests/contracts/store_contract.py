@@ -361,6 +361,34 @@ class StoreContract:
         assert held is not None
         assert held.context_keys == (ChunkKey.of(space.plain, (2, 3)),)
 
+    @pytest.mark.parametrize("is_erasure", [False, True])
+    def test_chunks_prefilled_after_a_text_go_with_it(self, store: ChunkStore, is_erasure: bool) -> None:
+        text, frames_of_text = make_chunk(range(40))
+        after, other = (make_chunk(range(start, start + 40)) for start in (100, 200))
+        store.put(text, frames_of_text)
+        store.put(dataclasses.replace(after[0], context_keys=(text.key,)), after[1])
+        store.put(dataclasses.replace(other[0], context_keys=(after[0].key,)), other[1])
+        elsewhere = dataclasses.replace(after[0], namespace="other", context_keys=(text.key,))
+        store.put(elsewhere, after[1])
+        keys = [text.key, after[0].key, other[0].key]
+        if is_erasure:
+            store.erase("acme", [text.key], 0.0)
+        else:
+            store.delete("acme", [text.key])
+        found = [manifest is not None for manifest in store.lookup("acme", keys)]
+        assert found == [False, False, True], "the third was prefilled after the second's text alone"
+        assert store.lookup("other", [after[0].key]) != [None], "contexts never cross namespaces"
+
+    def test_a_chunk_whose_context_was_erased_is_refused(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        text = make_chunk(range(100, 140))[0].key
+        store.erase("acme", [text], 0.0)
+        asked_at_s = time.time() - 60.0
+        late = dataclasses.replace(manifest, context_keys=(text,), asked_at_s=asked_at_s)
+        with pytest.raises(NotFound):
+            store.put(late, frames)
+        store.put(dataclasses.replace(manifest, asked_at_s=asked_at_s), frames)
+
     def test_short_chunks_have_no_anchor(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(5))
         store.put(manifest, frames)

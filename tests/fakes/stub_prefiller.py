@@ -10,7 +10,7 @@ import numpy as np
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.spaces import anchors_of
-from kintsugi.precompute.ledger_chunks import PendingChunk
+from kintsugi.precompute.ledger_chunks import PendingChunk, unpack_tokens
 from kintsugi.precompute.worker import FILLED, Prefiller, WorkerSpec, find_copy
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore
@@ -44,7 +44,9 @@ class StubPrefiller(Prefiller):
         frames = [np.random.default_rng(ids[0] + n).bytes(size) for n in range(layout.num_layers)]
         space = find_copy(self._spec.space, chunk)
         anchor = anchors_of(ids, space.name_key)
-        manifest = ChunkManifest.of(space, chunk.key, anchor, len(ids), layout, Codec.RAW, frames)
+        context = space.context_keys_of([unpack_tokens(passage) for passage in chunk.context])
+        of = (space, chunk.key, anchor, len(ids), layout, Codec.RAW, frames)
+        manifest = ChunkManifest.of(*of, context_keys=context)
         try:
             self._store.put(manifest, frames)
         except KintsugiError as error:

@@ -128,7 +128,13 @@ class Shards:
 
 def _chunk(namespace: str, tokens: TokenIds) -> tuple[Any, list[bytes]]:
     manifest, frames = make_chunk(tokens.to_list())
-    return replace(manifest, namespace=namespace), frames
+    return replace(manifest, namespace=namespace, context_keys=_context_keys(manifest.key)), frames
+
+
+def _context_keys(key: ChunkKey) -> tuple[ChunkKey, ...]:
+    """Every second text is prefilled after the one before it."""
+    keys = [make_chunk(tokens.to_list())[0].key for tokens in TEXTS]
+    return (keys[keys.index(key) - 1],) if keys.index(key) % 2 else ()
 
 
 def _put(shard: Shard, manifest: Any, frames: Sequence[bytes], options: PutOptions) -> None:
@@ -189,6 +195,18 @@ class Engine:
         return bool(gates)
 
 
+class _OneCopy:
+    """Erases chunks of a space without a context."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    async def erase(
+        self, namespace: str, key: ChunkKey, tokens: Any, asked_at_s: float, within: str
+    ) -> tuple[list[ChunkKey], list[ErasedPlace]]:
+        return [key], self._shards.erase(namespace, [key], asked_at_s, within)
+
+
 class _NoResolver:
     def forget(self, namespace: str, keys: Any) -> None:
         """Nothing is resolved here."""
@@ -205,7 +223,8 @@ class Gateways:
             saver: Any = Saver(engine, times=times)  # type: ignore[arg-type]
             store = ThreadedStore(shards)  # type: ignore[arg-type]
             self.savers.append(saver)
-            self.erasers.append(Eraser(store, None, KnownChunks(), _NoResolver(), saver))  # type: ignore[arg-type]
+            copies: Any = _OneCopy(shards)
+            self.erasers.append(Eraser(store, copies, KnownChunks(), _NoResolver(), saver))  # type: ignore[arg-type]
             self._stores.append(store)
 
     async def follow(self, number: int) -> None:
@@ -230,7 +249,8 @@ class Simulation:
     async def run(self) -> Judgement:
         for number in range(len(self._followed)):
             await self._gateways.follow(number)
-        actions = (self._save, self._save, self._save, self._let_go, self._erase, self._follow, self._restart)
+        actions = (self._save, self._save, self._save, self._let_go, self._erase, self._erase_text)
+        actions += (self._follow, self._restart)
         for self._step in range(STEPS):
             await self._chance.choice(actions)()
             await asyncio.sleep(0)
@@ -257,6 +277,13 @@ class Simulation:
         self._erasures.append(_Asked(self._step, namespace, None))
         self._followed = [other == number and knows for other, knows in enumerate(self._followed)]
         await self._gateways.erasers[number].erase_namespace(namespace, namespace)
+
+    async def _erase_text(self) -> None:
+        number, namespace = self._chance.randrange(len(self._followed)), self._chance.choice(NAMESPACES)
+        key = _chunk(namespace, self._chance.choice(TEXTS))[0].key
+        self._erasures.append(_Asked(self._step, namespace, key))
+        self._followed = [other == number and knows for other, knows in enumerate(self._followed)]
+        await self._gateways.erasers[number].erase_chunk(namespace, key, namespace)
 
     async def _follow(self) -> None:
         number = self._chance.randrange(len(self._followed))
@@ -306,8 +333,15 @@ class Simulation:
         return judgement
 
     def _is_erased(self, save: _Asked) -> bool:
+        assert save.key is not None
+        keys = (save.key, *_context_keys(save.key))
         return any(
-            erasure.step > save.step and is_within(save.namespace, erasure.namespace)
+            erasure.step > save.step
+            and (
+                is_within(save.namespace, erasure.namespace)
+                if erasure.key is None
+                else erasure.namespace == save.namespace and erasure.key in keys
+            )
             for erasure in self._erasures
         )
 

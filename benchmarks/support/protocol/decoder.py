@@ -80,7 +80,7 @@ class Decoder:
         sizes = [self.heads * d, self.kv_heads * d, self.kv_heads * d]
         query, key, value = (
             part.view(len(stream), -1, d)
-            for part in linear(normed, weights.qkv, weights.qkv_bias).split(sizes, -1)
+            for part in torch.split(linear(normed, weights.qkv, weights.qkv_bias), sizes, -1)
         )
         return FreshKV(self.rotary.rotate(query, positions), key, self.rotary.rotate(key, positions), value)
 

@@ -57,7 +57,7 @@ class Preparer:
         tokens = self.form.tokenize(passage.text)
         runs = runs_of(tokens)
         if preparation is Preparation.NEIGHBOUR:
-            tokens = self._tokens[self._similar.most_similar(tokens, 1)[0]]
+            tokens = next((self._tokens[one] for one in self._similar.most_similar(tokens, 1)), tokens)
         near = self._similar.most_similar(tokens, CONTEXT_PASSAGES + 1)
         found = [one for one in near if not is_copy(runs_of(self._tokens[one]), runs)]
         return tuple(self.workload.corpus[one] for one in reversed(found[:CONTEXT_PASSAGES]))

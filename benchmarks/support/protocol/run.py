@@ -113,7 +113,7 @@ class Bench:
             ]
             if is_choosing and preparation is not Preparation.PLAIN:
                 path = self._folder / f"{workload.name}-{item.number}-{preparation}.npz"
-                np.savez(path, **blender.signals(prepared, cache))
+                np.savez(path, allow_pickle=False, **blender.signals(prepared, cache))
             for cell in missing:
                 if cell.preparation is preparation:
                     selection = NOTHING

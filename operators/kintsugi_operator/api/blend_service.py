@@ -58,8 +58,9 @@ class ModelExpertSpec(ModelExpert, ManifestSettings):
         "context": {
             "maxLength": 1024,
             "description": "Natural text between the system prompt and the chunks, which are prefilled after "
-            "it: none, bundled (the first two passages that ship with Kintsugi), or the path of a text file "
-            "in the image or the claim. It is the same for every tenant.",
+            "it: none, bundled (the first two passages that ship with Kintsugi), corpus (as bundled, but "
+            "jobs take similar passages of the chunk's own corpus), or the path of a text file in the image "
+            "or the claim. Except for corpus, it is the same for every tenant.",
         },
     }
 

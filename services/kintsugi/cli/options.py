@@ -29,7 +29,7 @@ Form = Annotated[
 ]
 Context = Annotated[
     str,
-    typer.Option(help="Text between system prompt and chunks: none, bundled, or a file."),
+    typer.Option(help="Text between system prompt and chunks: none, bundled, corpus, or a file."),
 ]
 PlainCopies = Annotated[
     bool,

@@ -104,8 +104,9 @@ class ModelExpert(Settings):
     Chunks are prefilled after the text that the form writes before them."""
     context: str = setting("none", minLength=1)
     """Natural text between the system prompt and the chunks, which are prefilled after it: `none`, `bundled`
-    (the first two passages that ship with Kintsugi) or the path of a text file. It is the same for every
-    tenant."""
+    (the first two passages that ship with Kintsugi), `corpus` (as `bundled`, but precompute jobs take similar
+    passages of the chunk's own corpus) or the path of a text file. Except for `corpus`, it is the same for
+    every tenant."""
 
 
 @dataclass(frozen=True)

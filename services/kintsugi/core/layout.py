@@ -397,8 +397,9 @@ class ChunkManifest:
     """When the save was requested, in Unix seconds. An erasure requested at that time or later covers the
     chunk. 0 in a put: now, by the store's clock."""
     context_keys: tuple[ChunkKey, ...] = ()
-    """Keys, in the plain space, of the texts between the prefix and the chunk when it was prefilled. Erasing
-    one of them erases this chunk."""
+    """Keys, as chunks of the namespace, of the texts between the prefix and the chunk when it was prefilled.
+    Deleting or erasing one of them does the same to this chunk. The texts were prefilled with the chunk, so
+    what they were prepared after as chunks does not matter."""
 
     @staticmethod
     def of(
@@ -411,9 +412,11 @@ class ChunkManifest:
         frames: Sequence[memoryview | bytes],
         side_kinds: Sequence[int] = (),
         asked_at_s: float = 0.0,
+        context_keys: tuple[ChunkKey, ...] = (),
     ) -> ChunkManifest:
         """Return the manifest of a chunk in `space`. `frames`: its side frames, one for each of `side_kinds`
-        in descending order, then its layers. Cost: one xxh3 pass over them."""
+        in descending order, then its layers. `context_keys`: of the chunk's own context, if it has one
+        instead of the space's. Cost: one xxh3 pass over the frames."""
         side_frames = tuple(
             SideFrame(kind, len(frame)) for kind, frame in zip(side_kinds, frames, strict=False)
         )
@@ -432,9 +435,14 @@ class ChunkManifest:
             anchors=anchors,
             digests=b"".join(digests_of(frame, size) for frame, size in zip(frames, sizes, strict=True)),
             side_frames=side_frames,
-            context_keys=space.context_keys,
+            context_keys=context_keys or space.context_keys,
             asked_at_s=asked_at_s,
         )
+
+    @property
+    def erased_by(self) -> tuple[ChunkKey, ...]:
+        """The keys whose erasure includes this chunk: its own and those of its context."""
+        return self.key, *self.context_keys
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)

@@ -138,6 +138,11 @@ def _read_spans(rows: Any) -> tuple[Span, ...] | None:
     return tuple(_read_span(row, f"spans[{index}]") for index, row in enumerate(rows))
 
 
+def _read_context(rows: Any) -> tuple[Span, ...]:
+    """Return the spans of `[start, end]` rows. Raises `InvalidField`."""
+    return _read_spans(rows) or ()
+
+
 def _read_span(row: Any, where: str) -> Span:
     is_row = isinstance(row, list) and len(row) in (2, 3) and all(type(bound) is int for bound in row[:2])
     if not is_row:
@@ -191,6 +196,9 @@ class KintsugiParams:
     spans: Annotated[tuple[Span, ...] | None, BeforeValidator(_read_spans)] = None
     """Positions of the chunks in the prompt, in JSON `[start, end]` in tokens, or `[start, end, key]`. Null:
     known chunks are found by their content."""
+    context: Annotated[tuple[Span, ...], BeforeValidator(_read_context)] = ()
+    """In a save: positions of the passages between the prefix and the chunk, in JSON `[start, end]`, if they
+    are not the space's context. They belong to the chunk's namespace."""
     ratio: StrictFloat | None = None
     """Share of the hit tokens to recompute, 0 to 1. Null: the report's."""
     selector: str | None = None
@@ -263,6 +271,8 @@ class KintsugiParams:
         }
         if self.spans is not None:
             wire["spans"] = [[s.start, s.end, *([s.key.hex] if s.key else [])] for s in self.spans]
+        if self.context:
+            wire["context"] = [[s.start, s.end] for s in self.context]
         if self.trial is not None:
             wire["trial"] = dataclasses.asdict(self.trial)
         return {PARAMS_KEY: {k: v.value if isinstance(v, StrEnum) else v for k, v in wire.items()}}

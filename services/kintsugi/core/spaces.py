@@ -230,6 +230,10 @@ class ChunkSpace:
         """The key of the context as a chunk of the plain space; empty without a context."""
         return (ChunkKey.of(self.plain, self.context_token_ids),) if self.context_token_ids else ()
 
+    def context_keys_of(self, passages: Sequence[Sequence[int]]) -> tuple[ChunkKey, ...]:
+        """Return the keys of the copies that passages have as chunks."""
+        return tuple(ChunkKey.of(copy, passage) for passage in passages for copy in self.copies())
+
     @cached_property
     def digest(self) -> bytes:
         """Digest of all fields, 32 bytes."""

@@ -34,8 +34,9 @@ class StoredCopy:
 def find_stored_copies(
     store: ChunkStore, space: ChunkSpace, token_ids: Sequence[int], spans: Sequence[Span] | None
 ) -> list[StoredCopy]:
-    """Return the copies that a blend of this prompt would load now, in order. Without ``spans``, chunks are
-    found by content. Blocks on the store and raises its lookups' errors."""
+    """Return the copies that a blend of this prompt would load now, in order, except chunks with a context of
+    their own: its tokens are not stored. Without ``spans``, chunks are found by content. Blocks on the store
+    and raises its lookups' errors."""
     prompt = TokenIds.of(token_ids)
     if spans is None:
         match = match_content(store, space, prompt)
@@ -44,8 +45,9 @@ def find_stored_copies(
         match = match_spans(
             store, space, [Span(s.start, s.end, key) for s, key in zip(spans, keys, strict=True)]
         )
+    copies = ((s, space.space_at(s.start, prompt), match.manifests.get(s.key)) for s in match.spans if s.key)
     return [
-        StoredCopy(space.space_at(s.start, prompt), s.key, prompt[s.start : s.end])
-        for s in match.spans
-        if s.key in match.manifests
+        StoredCopy(copy, s.key, prompt[s.start : s.end])
+        for s, copy, manifest in copies
+        if s.key and manifest is not None and manifest.context_keys == copy.context_keys
     ]

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -462,9 +462,10 @@ def save_prompt(
     namespace: str,
     key: ChunkKey | None = None,
     priority: int = 0,
+    context: Sequence[Sequence[int]] = (),
 ) -> Prompt:
     """Return the request of `save_request` as a prompt for a `LocalEngine`."""
-    token_ids, params = save_request(lead_token_ids, chunk, namespace, key)
+    token_ids, params = save_request(lead_token_ids, chunk, namespace, key, context=context)
     return Prompt(token_ids, params, max_tokens=1, priority=priority)
 
 
@@ -475,22 +476,26 @@ def save_request(
     key: ChunkKey | None = None,
     ttl_s: float | None = None,
     asked_at_s: float = 0.0,
+    context: Sequence[Sequence[int]] = (),
 ) -> tuple[TokenIds, KintsugiParams]:
     """Return prompt and parameters of the request that stores one copy of a chunk, prefilled after
     ``lead_token_ids``: the prefix, or prefix and context. With a ``key``, an engine of another chunk space
-    declines the request. ``asked_at_s``: as in `KintsugiParams`; 0: now.
+    declines the request. ``asked_at_s``: as in `KintsugiParams`; 0: now. ``context``: passages between the
+    prefix and the chunk, instead of the space's context; then ``lead_token_ids`` is the prefix.
 
     One token follows the chunk: the connector claims the tokens that it computes, and vLLM must forward at
     least one token itself.
     """
     if not chunk:
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
-    start, end = len(lead_token_ids), len(lead_token_ids) + len(chunk)
+    ends = list(accumulate(map(len, (*context, chunk)), initial=len(lead_token_ids)))
+    *passages, place = starmap(Span, pairwise(ends))
     params = KintsugiParams(
         namespace,
         Op.SAVE,
-        (Span(start, end, key),),
+        (dataclasses.replace(place, key=key),),
         ttl_s=ttl_s,
         asked_at_s=asked_at_s or SaveTimes().now(namespace),
+        context=tuple(passages),
     )
-    return TokenIds.join(map(TokenIds.of, (lead_token_ids, chunk, chunk[-1:]))), params
+    return TokenIds.join(map(TokenIds.of, (lead_token_ids, *context, chunk, chunk[-1:]))), params

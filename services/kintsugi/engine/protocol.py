@@ -61,6 +61,8 @@ class SaveJob:
     """Lifetime of the chunk; 0: the store's default."""
     asked_at_s: float = 0.0
     """As in `ChunkManifest`."""
+    context_keys: tuple[ChunkKey, ...] = ()
+    """As in `ChunkManifest.of`."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.prompt_form import NO_ARGS, load_tokenizer
 from kintsugi.models.texts import read_user_text
 
-NONE, BUNDLED = "none", "bundled"
+NONE, BUNDLED, CORPUS = "none", "bundled", "corpus"
+"""Names of contexts. `CORPUS`: precompute jobs prefill each chunk after similar passages of its corpus; other
+chunks are prefilled as with `BUNDLED`."""
 BUNDLED_PASSAGES = 2
 """In measurements, more passages gained nothing, and one passage gained less."""
 BUNDLED_TOKENS = 320
@@ -35,17 +37,17 @@ def tokenize_context(context: str, model: str, vllm_args: Mapping[str, Any] = NO
 def encode_context(context: str, tokenizer: Any) -> tuple[int, ...]:
     """Return the token ids of a context, without special tokens.
 
-    ``context``: `none`, `bundled` (the first `BUNDLED_PASSAGES` bundled passages, each cut to
+    ``context``: `none`, `bundled` and `corpus` (the first `BUNDLED_PASSAGES` bundled passages, each cut to
     `BUNDLED_TOKENS` tokens) or the path of a text file, which is used whole. Raises `NotFound` for a missing
     file, `InvalidField` for a file that is not text, empty or too long.
     """
     if context == NONE:
         return ()
-    if context == BUNDLED:
+    if context in (BUNDLED, CORPUS):
         texts = [passage.text for passage in read_bundled_passages()[:BUNDLED_PASSAGES]]
         ids = [tuple(tokenizer(text, add_special_tokens=False).input_ids)[:BUNDLED_TOKENS] for text in texts]
         return sum(ids, ())
-    purpose = f"`{NONE}`, `{BUNDLED}` or a text file with a passage or two"
+    purpose = f"`{NONE}`, `{BUNDLED}`, `{CORPUS}` or a text file with a passage or two"
     text = read_user_text(Path(context), "context", purpose)
     tokens = tuple(tokenizer(text, add_special_tokens=False).input_ids)
     if not tokens:

@@ -4,6 +4,9 @@ used.
     scan ─▶ ledger (deduplicates) ─▶ store.tiers (skips stored chunks) ─▶ batches ─▶ pool of engines
                                                                                      └▶ outcomes
 
+With `JobSpec.similar_contexts` chunks are looked up when the scan has ended, and missing ones are grouped by
+similarity (`precompute.similar`).
+
 Everything is streamed; the driver holds at most `QUEUED_BATCHES` per worker. To resume a job, run it again:
 it looks up every chunk in the store and prefills only the missing ones, including the chunks of batches that
 a crash interrupted.
@@ -37,6 +40,7 @@ from kintsugi.precompute.ledger import Ledger, ScannedDocument
 from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
+from kintsugi.precompute.similar import SimilarChunks
 from kintsugi.precompute.sources.files import list_source
 from kintsugi.precompute.sources.readers import Failure
 from kintsugi.precompute.sources.scan import ChunkTask, Scanned, scan
@@ -188,8 +192,11 @@ class Job:
         self.progress.documents_vanished = self._ledger.end_scan(
             edition, run, clean, sorted(self._failed_urls)
         )
-        for page in self._ledger.claim_unchecked(edition, run, self.facts.space.name_key):
-            self._queue_missing(page)
+        if self.spec.similar_contexts:
+            self._queue_after_similar(edition)
+        else:
+            for page in self._ledger.claim_unchecked(edition, run, self.facts.space.name_key):
+                self._queue_missing(page)
         self.progress.share_read = 1.0
         while self._batches.num_tokens or (self._pool is not None and self._pool.in_flight):
             self._pump(flush=True)
@@ -236,7 +243,8 @@ class Job:
         total = self._bytes_to_read
         progress.share_read = min(0.99, self._text_chars / total) if total else 0.0
         self._check_failures(final=False)
-        for start in range(0, len(recorded.fresh), LOOKUP_CHUNKS):
+        fresh = [] if self.spec.similar_contexts else recorded.fresh
+        for start in range(0, len(fresh), LOOKUP_CHUNKS):
             self._queue_missing(recorded.fresh[start : start + LOOKUP_CHUNKS])
 
     def _note_failures(self, failures: Sequence[Failure]) -> None:
@@ -268,8 +276,34 @@ class Job:
                     "--errors-share. Stored chunks stay",
                 )
 
+    def _queue_after_similar(self, edition: int) -> None:
+        """Queue the edition's missing chunks in groups, each after the passages that are most similar to
+        it."""
+        if not self._dry:
+            self._delete_orphans()  # with them go chunks that were prefilled after them
+        with (
+            tempfile.TemporaryDirectory(prefix="similar-", dir=self._ledger.folder) as folder,
+            SimilarChunks(Path(folder) / "index.sqlite") as index,
+        ):
+            for page in self._ledger.chunks_of(edition, self.facts.space.name_key):
+                index.add((number, copies[0].token_ids) for number, copies in page)
+                numbers = {copies[0].key: number for number, copies in page}
+                missing = self._find_missing([copy for _, copies in page for copy in copies])
+                plain = [chunk for chunk in missing if chunk.key not in numbers]
+                prepared = (chunk.key for chunk in missing if chunk.key in numbers)
+                index.add_missing((numbers[key], key) for key in prepared)
+                self._send(plain)
+            if not self._dry:
+                for group in index.take_groups():
+                    self._send(group)
+
     def _queue_missing(self, chunks: Sequence[PendingChunk]) -> None:
         """Look the chunks up in the store and queue missing ones for the workers."""
+        self._send(self._find_missing(chunks))
+
+    def _find_missing(self, chunks: Sequence[PendingChunk]) -> list[PendingChunk]:
+        """Look the chunks up in the store, count them, and return the missing ones. Raises
+        `ResourceExhausted`."""
         tiers = self._look_up([chunk.key for chunk in chunks])
         if not self._dry:
             tiers = self._keep_present(chunks, tiers)
@@ -286,14 +320,18 @@ class Job:
         progress.bytes_total += self._bytes_of(chunks)
         progress.bytes_missing += self._bytes_of(missing)
         self._report_progress()
-        if self._dry:
-            self._check_cancelled()
-            return
-        if progress.bytes_total > self._bytes_max and missing:
+        self._check_cancelled()
+        if progress.bytes_total > self._bytes_max and missing and not self._dry:
             raise ResourceExhausted(
                 f"the corpus needs more than the {self._bytes_max} bytes of the store; enlarge it, or "
                 "precompute less. Stored chunks stay"
             )
+        return missing
+
+    def _send(self, missing: Sequence[PendingChunk]) -> None:
+        """Queue chunks for the workers, and wait until few enough are queued."""
+        if self._dry:
+            return
         self._batches.add(missing)
         self._pump(flush=False)
         while self._batches.num_tokens > self.spec.batch_tokens * QUEUED_BATCHES * self.spec.workers:

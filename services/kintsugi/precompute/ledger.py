@@ -337,6 +337,25 @@ class Ledger(DocumentIndex):
             chunks = [parse_pending(*row[1:]) for row in rows]
             yield add_copies(chunks, plain, name_key)
 
+    def chunks_of(
+        self, edition: int, name_key: bytes = b""
+    ) -> Iterator[list[tuple[int, list[PendingChunk]]]]:
+        """Yield pages of the edition's distinct chunks: each one's number, and the chunk with its plain
+        copy."""
+        last = 0
+        while True:
+            with self._database.open_read() as db:
+                plain = find_plain_space(db, edition)
+                rows = db.execute(
+                    "SELECT id, key, tokens, num_tokens FROM chunk WHERE id>? AND EXISTS"
+                    " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY id LIMIT ?",
+                    (last, edition, PAGE),
+                ).fetchall()
+            if not rows:
+                return
+            last = rows[-1][0]
+            yield [(row[0], add_copies([parse_pending(*row[1:])], plain, name_key)) for row in rows]
+
     def keys(self, edition: int, name_key: bytes = b"") -> Iterator[list[ChunkKey]]:
         """Yield pages of the keys of the edition's distinct chunks and of their plain copies."""
         last = b""

@@ -34,6 +34,8 @@ class PendingChunk:
     tokens: bytes
     """Packed by `pack_tokens`."""
     num_tokens: int
+    context: tuple[bytes, ...] = ()
+    """Packed tokens of the passages that it is prefilled after, if they are not the space's context."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -80,8 +80,7 @@ class Pool:
             self._workers.append(self._start_worker())
             idle = self._workers[-1:]
         worker = idle[0] if idle else min(self._workers, key=load.__getitem__)
-        chunks = [(chunk.key.digest, chunk.tokens, chunk.num_tokens) for chunk in batch.chunks]
-        reference = worker.fill.remote(chunks)
+        reference = worker.fill.remote(batch.chunks)
         self._running[reference] = (worker, batch)
 
     def _start_worker(self) -> Any:

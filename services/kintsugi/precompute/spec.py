@@ -17,6 +17,7 @@ from kintsugi.models.hub import is_hub_name
 from kintsugi.models.prompt_form import load_form
 from kintsugi.models.reference import default_dtype, find_packaged, is_bundled
 from kintsugi.precompute.chunking import ChunkingConfig
+from kintsugi.precompute.similar import CONTEXT_CHUNKS
 from kintsugi.precompute.sources.files import Format
 from kintsugi.precompute.sources.readers import Columns
 from kintsugi.store.client.registry import is_process_local, name_key_of
@@ -51,6 +52,9 @@ class JobSpec:
     """Whether the chunks may be used in prompts with another prefix, as in the engine's configuration."""
     context_token_ids: list[int] = field(default_factory=list)
     """Tokens between the prefix and each chunk when it is prefilled, as in the engines' configuration."""
+    similar_contexts: bool = False
+    """Prefill chunks after similar passages of the corpus instead of this context. Whoever may read one chunk
+    of the corpus must then be allowed to read all of it."""
     plain_copies: bool = True
     """Whether a plain copy of each chunk is stored too, if there is a context. As in the engines'
     configuration."""
@@ -99,6 +103,8 @@ class JobSpec:
         ):
             if getattr(self, name) < least:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least {least}")
+        if self.similar_contexts and not self.context_token_ids:
+            raise InvalidField("similar_contexts", "needs context_token_ids, the engines' context")
         if not 0 <= self.errors_share_max <= 1:
             raise InvalidField("errors_share_max", f"{self.errors_share_max} is outside [0, 1]")
 
@@ -156,7 +162,9 @@ class ModelFacts:
         if prefix is None:
             prefix = list(load_form(folder, vllm_args=spec.engine).head)
         # One token follows the chunk, and one token is generated.
-        longest = positions - len(prefix) - len(spec.context_token_ids) - 2
+        # A context of the corpus's own is as long as two of its chunks.
+        own = CONTEXT_CHUNKS * spec.chunking.tokens_max if spec.similar_contexts else 0
+        longest = positions - len(prefix) - max(len(spec.context_token_ids), own) - 2
         if spec.chunking.tokens_max > longest:
             raise InvalidField(
                 "chunking.tokens_max",

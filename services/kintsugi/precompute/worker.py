@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.precompute.ledger_chunks import PendingChunk
+from kintsugi.precompute.ledger_chunks import PendingChunk, unpack_tokens
 from kintsugi.store.client.registry import open_store
 
 
@@ -105,8 +105,9 @@ class EnginePrefiller(Prefiller):
         space = self._spec.space
         prompts = []
         for chunk in chunks:
-            lead = find_copy(space, chunk).lead_token_ids
-            prompts.append(save_prompt(lead, chunk.token_ids, space.namespace, chunk.key, PRIORITY))
+            context = [unpack_tokens(passage) for passage in chunk.context]
+            lead = space.prefix_token_ids if context else find_copy(space, chunk).lead_token_ids
+            prompts.append(save_prompt(lead, chunk.token_ids, space.namespace, chunk.key, PRIORITY, context))
         answers = [generation.accounting or {} for generation in self._engine.generate(prompts)]
         return [
             FILLED
@@ -129,14 +130,12 @@ class Worker:
         self._start_s = 0.0
         self._store = open_store(spec.store)
 
-    def fill(self, batch: Sequence[tuple[bytes, bytes, int]]) -> tuple[list[str], float]:
-        """Prefill chunks, each a tuple (key, packed tokens, number of tokens). Return each chunk's outcome
-        and the seconds that the engine took to start.
+    def fill(self, chunks: Sequence[PendingChunk]) -> tuple[list[str], float]:
+        """Prefill chunks. Return each chunk's outcome and the seconds that the engine took to start.
 
-        The batch is looked up first: another job, or a worker that was assumed dead, may have stored some
+        The chunks are looked up first: another job, or a worker that was assumed dead, may have stored some
         chunks meanwhile.
         """
-        chunks = [PendingChunk(ChunkKey(key), tokens, size) for key, tokens, size in batch]
         tiers = self._store.tiers(self._spec.space.namespace, [chunk.key for chunk in chunks])
         missing = [chunk for chunk, tier in zip(chunks, tiers, strict=True) if tier is None]
         if missing and self._prefiller is None:

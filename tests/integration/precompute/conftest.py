@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,14 @@ class Bench:
         """Keys of all chunks of the corpus."""
         (edition,) = self.ledger.editions("tea")
         return [key for page in self.ledger.keys(edition.id) for key in page]
+
+    def contexts(self) -> dict[str, list[str]]:
+        """The keys of the texts that each stored chunk was prefilled after."""
+        with closing(GrpcStore(self.server.address)) as store:
+            return {
+                manifest.key.hex: [key.hex for key in manifest.context_keys]
+                for manifest in store.list("acme", 100_000)
+            }
 
     def stored(self) -> set[str]:
         store = GrpcStore(self.server.address)

@@ -63,6 +63,37 @@ def test_a_corpus_is_filled_once_and_then_found(bench: Bench) -> None:
     assert (third.chunks_filled, third.documents_unchanged) == (0, 30)
 
 
+def test_chunks_after_similar_passages_go_with_these_and_are_prepared_again(bench: Bench) -> None:
+    values: dict[str, Any] = {"context_token_ids": [7, 8, 9], "similar_contexts": True}
+    texts = {f"p{n}": text for n, text in enumerate(passages(30))}
+    write_corpus(bench.source, texts)
+    first = bench.run(**values)
+    assert first.chunks_filled == first.chunks == len(bench.stored())
+    contexts = bench.contexts()
+    own = {key: texts for key, texts in contexts.items() if len(texts) > 1}
+    assert len(own) > first.chunks / 4, "half of the copies are plain, and few passages resemble none"
+    assert bench.run(**values).chunks_filled == 0
+
+    key = next(iter(own))
+    named = collections.Counter(text for texts in own.values() for text in texts)
+    gone = next(text for text in own[key] if text in contexts)
+    assert named[gone]
+    erased = next(
+        name
+        for name in texts
+        if any(
+            known is not None and known.key.hex == gone
+            for known in bench.ledger.resolve("tea", [DocumentRef(name, index) for index in range(9)])
+        )
+    )
+    write_corpus(bench.source, {name: text for name, text in texts.items() if name != erased})
+    second = bench.run(**values)
+    assert second.chunks_filled >= named[gone], "what was prepared after the document is prepared again"
+    assert second.chunks_evicted == 0
+    assert not any(gone in texts for texts in bench.contexts().values())
+    assert bench.run(**values).chunks_filled == 0
+
+
 def test_a_corpus_of_an_encrypted_namespace_is_filled_found_and_retired(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     create_keys(path, "acme")

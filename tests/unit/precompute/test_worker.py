@@ -10,7 +10,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
-from kintsugi.precompute.ledger_chunks import pack_tokens
+from kintsugi.precompute.ledger_chunks import PendingChunk, pack_tokens
 from kintsugi.precompute.worker import FILLED, PRESENT, NotStarted, Worker, WorkerSpec
 from kintsugi.store.client.registry import open_store
 from tests.fakes.stub_prefiller import StubPrefiller
@@ -23,8 +23,8 @@ def spec(name: str) -> WorkerSpec:
     return WorkerSpec("model", f"ram://{name}", SPACE, LAYOUT, "bfloat16")
 
 
-def batch(*chunks: list[int]) -> list[tuple[bytes, bytes, int]]:
-    return [(ChunkKey.of(SPACE, ids).digest, pack_tokens(token_bytes(ids)), len(ids)) for ids in chunks]
+def batch(*chunks: list[int]) -> list[PendingChunk]:
+    return [PendingChunk(ChunkKey.of(SPACE, ids), pack_tokens(token_bytes(ids)), len(ids)) for ids in chunks]
 
 
 def test_only_what_the_store_lacks_is_prefilled_and_its_tokens_arrive_whole() -> None:

@@ -32,7 +32,7 @@ from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.plan import FormName
 from kintsugi.core.schema import load
-from kintsugi.models.context import NONE, tokenize_context
+from kintsugi.models.context import CORPUS, NONE, tokenize_context
 from kintsugi.models.reference import REFERENCE
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job, survey
@@ -107,6 +107,7 @@ class CorpusOptions:
             prefix_token_ids=prefix,
             portable=self.portable,
             context_token_ids=list(context),
+            similar_contexts=self.context == CORPUS,
             plain_copies=self.plain_copies,
             **options,
         )

@@ -24,17 +24,18 @@ place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from kintsugi.core.accounting import NO_CHUNK, NOT_SAVED_YET, TICKET, Accounting, Outcome
-from kintsugi.core.errors import ForeignChunkKey, InvalidSpan, NotBlendable
+from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, NotBlendable
 from kintsugi.core.gate import GateState, Permit
 from kintsugi.core.plan import ChunkHit, exact_end, selection_of
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds, anchors_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds, anchors_of, token_bytes
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.lookups import Lookup
@@ -91,6 +92,19 @@ class RequestState:
     """Starts of the hit chunks that the planner recomputes instead of loading them."""
     accounting: Accounting | None = None
     """The accounting; None until the outcome is known."""
+
+    @property
+    def num_before_chunk(self) -> int:
+        """Number of tokens before the chunk of a save."""
+        assert self.params.spans is not None
+        return self.params.spans[0].start
+
+    @property
+    def context_name(self) -> bytes:
+        """Names the context of a save: the space's, or the chunk's own."""
+        if not self.params.context:
+            return self.space.digest
+        return self.space.digest + token_bytes(self.request.prompt_token_ids[: self.num_before_chunk])
 
     @property
     def is_named(self) -> bool:
@@ -257,6 +271,8 @@ def add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) 
 def saved_copy(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> ChunkSpace:
     """Return the space of the copy that a save makes, by the tokens before the chunk."""
     assert params.spans is not None
+    if params.context:
+        return space
     before = tuple(prompt[: params.spans[0].start])
     return next((copy for copy in space.copies() if copy.lead_token_ids == before), space)
 
@@ -281,16 +297,20 @@ def save_job(
         is_audit=params.op is Op.AUDIT,
         ttl_s=params.ttl_s or 0.0,
         asked_at_s=params.asked_at_s,
+        context_keys=space.context_keys_of([prompt[one.start : one.end] for one in params.context]),
     )
 
 
 def check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> None:
-    """Raise `InvalidSpan` unless the chunk follows the space's prefix and is followed by a token."""
+    """Raise `InvalidSpan` unless the chunk follows the space's prefix, or its own context after the prefix,
+    and is followed by a token."""
     assert params.spans is not None
     (span,) = params.spans
     if span.end >= len(prompt):
         raise InvalidSpan("spans[0]", f"op={params.op} needs one token after the chunk; its KV is not kept")
-    if tuple(prompt[: span.start]) != space.lead_token_ids:
+    if params.context:
+        _check_context(params.context, span, space, prompt)
+    elif tuple(prompt[: span.start]) != space.lead_token_ids:
         lead = f"prefix of {len(space.prefix_token_ids)} tokens"
         if space.context_token_ids:
             lead += f", with or without its context of {len(space.context_token_ids)} tokens"
@@ -299,6 +319,18 @@ def check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> N
             f"op={params.op} needs the chunk directly after the space's {lead}; "
             "after other text it would be another chunk",
         )
+
+
+def _check_context(context: Sequence[Span], span: Span, space: ChunkSpace, prompt: TokenIds) -> None:
+    """Raise `InvalidField` unless the passages fill the place between prefix and chunk."""
+    if not space.context_token_ids:
+        raise InvalidField(
+            "context", "is for services with a context; set model.expert.context, or save without it"
+        )
+    starts = [len(space.prefix_token_ids), *(one.end for one in context)]
+    ends = [*(one.start for one in context), span.start]
+    if starts != ends or not space.prefix_matches(prompt):
+        raise InvalidField("context", "must name all text between the space's prefix and the chunk")
 
 
 @dataclass

@@ -108,7 +108,7 @@ class SchedulerSide:
     _states: dict[str, RequestState] = field(default_factory=dict)
     _refused: dict[str, Accounting] = field(default_factory=dict)
     _context_savers: dict[bytes, str] = field(default_factory=dict)
-    """The request whose save computes a context for all that wait for it, by the chunk space's digest."""
+    """The request whose save computes a context for all that wait for it, by `RequestState.context_name`."""
     _metadata: StepMetadata = field(default_factory=StepMetadata)
     _stats: BlendStats = field(default_factory=BlendStats)
     _timing: Timing = field(default_factory=Timing)
@@ -174,7 +174,7 @@ class SchedulerSide:
         if params.op.prefills_chunk:
             # A random name, so that a cached copy of the chunk does not replace its computation; `_settle`
             # gives the blocks their exact names.
-            self._fork_behind(len(space.lead_token_ids), request, state, os.urandom(16))
+            self._fork_behind(state.num_before_chunk, request, state, os.urandom(16))
         else:
             if state.params.spans is not None:
                 self._fork(request, state, state.params.spans)
@@ -320,7 +320,7 @@ class SchedulerSide:
         blocks = 0 if self.has_windows or not self.caches_prefixes else span.start // self.hash_block_size
         if state.space.context_token_ids and num_computed < blocks * self.hash_block_size:
             request_id = state.request.request_id
-            if self._context_savers.setdefault(state.space.digest, request_id) != request_id:
+            if self._context_savers.setdefault(state.context_name, request_id) != request_id:
                 return None, False
         if not self._saves.admits(state.request.request_id, state.request.num_tokens):
             return None, False
@@ -577,8 +577,8 @@ class SchedulerSide:
         self._saves.leave(request.request_id)
         self.discovery.request_ended(request.request_id)
         if state is not None:
-            if self._context_savers.get(state.space.digest) == request.request_id:
-                del self._context_savers[state.space.digest]
+            if self._context_savers.get(state.context_name) == request.request_id:
+                del self._context_savers[state.context_name]
             self._lookups.release(state.lookup)
             if state.in_flight:
                 self._metadata.cancelled.append(request.request_id)

@@ -548,7 +548,12 @@ class WorkerSide:
         assert self._model is not None
         identity = (job.space, job.key, job.anchors, job.chunk_end - job.chunk_start)
         manifest = ChunkManifest.of(
-            *identity, self._model.layout, self._codec, frames, asked_at_s=job.asked_at_s
+            *identity,
+            self._model.layout,
+            self._codec,
+            frames,
+            asked_at_s=job.asked_at_s,
+            context_keys=job.context_keys,
         )
         self._store.put(manifest, frames, accounting.compute_ms, job.ttl_s)
         return accounting

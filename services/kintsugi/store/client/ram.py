@@ -211,7 +211,9 @@ class RamStore(ChunkStore):
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         with self._lock:
-            return sum(self._forget((namespace, key)) for key in keys)
+            manifests = (chunk.manifest for (held, _), chunk in self._chunks.items() if held == namespace)
+            gone = [one.key for one in manifests if not set(keys).isdisjoint(one.erased_by)]
+            return sum(self._forget((namespace, key)) for key in gone)
 
     def erase(
         self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float, within: str = ""
@@ -231,7 +233,7 @@ class RamStore(ChunkStore):
 
     def _is_erased(self, manifest: ChunkManifest) -> bool:
         names = [
-            (manifest.namespace, manifest.key),
+            *((manifest.namespace, key) for key in manifest.erased_by),
             *((name, None) for name in enclosing(manifest.namespace)),
         ]
         found = (self._erasures[name][1] for name in names if name in self._erasures)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -240,6 +240,8 @@ class EntryIndex:
         self._entries: dict[Address, ChunkEntry] = {}
         self.by_content = ContentIndex()
         self._keys: dict[str, list[bytes]] = {}
+        self._after: dict[Address, set[ChunkKey]] = {}
+        """The chunks that were prefilled after a text, by the text's address as a chunk."""
         self.bytes_by_namespace: dict[str, int] = {}
         self.memory_bytes = 0
         """`memory_bytes` of all chunks."""
@@ -262,6 +264,8 @@ class EntryIndex:
         self.bytes_by_namespace[namespace] = used + entry.charged_bytes
         self.memory_bytes += memory_bytes(entry.manifest)
         self.by_content.add(entry.manifest)
+        for text in entry.manifest.context_keys:
+            self._after.setdefault((namespace, text), set()).add(key)
 
     def remove(self, entry: ChunkEntry) -> None:
         namespace, key = entry.address
@@ -273,6 +277,15 @@ class EntryIndex:
             del self._keys[namespace], self.bytes_by_namespace[namespace]
         self.memory_bytes -= memory_bytes(entry.manifest)
         self.by_content.remove(entry.manifest)
+        for text in entry.manifest.context_keys:
+            after = self._after[namespace, text]
+            after.discard(key)
+            if not after:
+                del self._after[namespace, text]
+
+    def find_prepared_after(self, namespace: str, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Return the keys of the chunks that were prefilled after any of these."""
+        return set().union(*(self._after.get((namespace, key), ()) for key in keys))
 
     def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
         """Return entries in key order."""

@@ -122,11 +122,10 @@ class Shard:
 
         def is_unwanted(manifest: ChunkManifest) -> bool:
             nonlocal erased
-            address = (manifest.namespace, manifest.key)
-            if self.erasures.cover(address, manifest.asked_at_s, applied):
+            if self._is_erased(manifest, applied):
                 erased += 1
                 return True
-            return self.table.get(address) is not None
+            return self.table.get((manifest.namespace, manifest.key)) is not None
 
         self.table.recover(*tier.recover(is_unwanted))
         if erased:
@@ -232,7 +231,10 @@ class Shard:
         return self.table.begin_put(manifest, options, wait_s)
 
     def _is_erased(self, manifest: ChunkManifest, erasures_seen: int) -> bool:
-        return self.erasures.cover((manifest.namespace, manifest.key), manifest.asked_at_s, erasures_seen)
+        return any(
+            self.erasures.cover((manifest.namespace, key), manifest.asked_at_s, erasures_seen)
+            for key in manifest.erased_by
+        )
 
     def commit(self, put: ChunkPut) -> Committed:
         """Make the chunk visible. Raises `InvalidField` if frames are missing, `NoRoomYet` if concurrent puts
@@ -271,10 +273,10 @@ class Shard:
         self.table.unrecorded.record(record)
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey], within: str = EVERY_NAMESPACE) -> int:
-        """Delete chunks. Returns how many were stored. Durable when `flush_writers` is done. `within`: the
-        pattern of namespaces that the caller may use."""
+        """Delete chunks, and those prefilled after them. Returns how many were stored. Durable when
+        `flush_writers` is done. `within`: the pattern of namespaces that the caller may use."""
         self._check(namespace)
-        return self.table.remove(Scope.of(namespace, keys, within)).chunks
+        return self.table.remove(self.table.widen(Scope.of(namespace, keys, within))).chunks
 
     def clear(self, namespace: str, within: str = EVERY_NAMESPACE) -> int:
         """Delete a namespace's chunks. Returns how many were stored."""
@@ -298,6 +300,7 @@ class Shard:
         scope = replace(scope, until_s=min(at_s or now_s, now_s + CLOCKS_DIFFER_S))
         keys = (None,) if scope.keys is None else sorted(scope.keys)
         erasures = [Erasure(scope.namespace, key, scope.until_s, scope.within) for key in keys]
+        scope = self.table.widen(scope)
         removed = self.table.remove(scope)  # first: caches that follow the record must not find the chunks
         scope = replace(scope, until_s=self.erasures.record(erasures, tiers=self._tier_names))
         yield from self._wiping(scope, removed, timeout_s)
@@ -345,7 +348,7 @@ class Shard:
         missed = [erasure for erasure in found.erasures if not self.erasures.is_known(erasure)]
         self.erasures.record(missed, learned=True, tiers=self._tier_names)
         for scope in scopes_of(missed):
-            _run_through(self._wiping(scope, Removed()))
+            _run_through(self._wiping(self.table.widen(scope), Removed()))
         self.erasures.note_seen(peer, found.next)
 
     def _wipe_tiers(self) -> None:

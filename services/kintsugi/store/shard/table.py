@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -218,7 +219,7 @@ class EntryTable:
                     raise Unavailable("this shard is draining; put to another shard")
                 if self._retain_near(address, self._wall_clock() + options.ttl_s):
                     return None
-                if options.is_copy and (self._deletions.cover(address) or not self._room.is_there(manifest)):
+                if options.is_copy and (self._was_deleted(manifest) or not self._room.is_there(manifest)):
                     return None
                 if self._room.make_in_index(manifest):
                     tier, residence = self._room.make_to_put(manifest, options, limit_s)
@@ -260,7 +261,7 @@ class EntryTable:
             if put.is_erased and not put.is_copy:
                 self.abort(put)
                 raise erased_meanwhile(entry.manifest)
-            gone = put.is_erased or (put.is_copy and self._deletions.cover(entry.address))
+            gone = put.is_erased or (put.is_copy and self._was_deleted(entry.manifest))
             if gone or self._retain_near(entry.address, entry.expires_at_s):
                 self.abort(put)
                 return Committed(False, None)
@@ -291,6 +292,24 @@ class EntryTable:
     def _forget(self, entry: ChunkEntry) -> None:
         life.forget(entry)
         self._index.remove(entry)
+
+    def _was_deleted(self, manifest: ChunkManifest) -> bool:
+        """Return whether the chunk, or a text that it was prefilled after, may have been deleted recently."""
+        return any(self._deletions.cover((manifest.namespace, key)) for key in manifest.erased_by)
+
+    def widen(self, scope: Scope) -> Scope:
+        """Return the scope with the chunks that were prefilled after one of its chunks."""
+        if scope.keys is None:
+            return scope
+        with self._lock:
+            prepared = self._index.find_prepared_after(scope.namespace, scope.keys)
+            manifests = (put.entry.manifest for put in self._puts)
+            prepared |= {
+                one.key
+                for one in manifests
+                if one.namespace == scope.namespace and not scope.keys.isdisjoint(one.context_keys)
+            }
+        return replace(scope, keys=scope.keys | prepared) if prepared else scope
 
     def remove(self, scope: Scope) -> Removed:
         """Forget chunks, a few per hold of the lock. Running puts of them end without effect. Durable when

@@ -27,6 +27,7 @@ from kintsugi.core.report import Cell
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.local import save_request
 from kintsugi.engine.protocol import LoadSample, WorkerReport
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.discovery import Discovery, IdleSaves
@@ -183,15 +184,19 @@ class Blocks:
 
 
 def save_of(
-    side: SchedulerSide, name: str, lead: Sequence[int], key: ChunkKey | None = None, op: Op = Op.SAVE
+    side: SchedulerSide,
+    name: str,
+    lead: Sequence[int],
+    key: ChunkKey | None = None,
+    op: Op = Op.SAVE,
+    context: Sequence[Sequence[int]] = (),
 ) -> Any:
-    """A request that saves or audits 20 tokens behind `lead`; it has been admitted."""
-    chunk = list(range(700, 720))
-    span = Span(len(lead), len(lead) + len(chunk), key)
-    params = KintsugiParams("acme", op=op, spans=(span,))
+    """A request that saves or audits 20 tokens behind `lead` and `context`; it has been admitted."""
+    token_ids, params = save_request(lead, range(700, 720), "acme", key, context=context)
+    params = dataclasses.replace(params, op=op, asked_at_s=0.0)
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params.to_mapping()})
     hasher = get_request_block_hasher(BLOCK, sha256)
-    request = Request(name, [*lead, *chunk, 1], sampling, None, block_hasher=hasher)
+    request = Request(name, token_ids.to_list(), sampling, None, block_hasher=hasher)
     side.on_new_request(request)
     return request
 
@@ -209,6 +214,34 @@ def test_a_save_is_of_the_copy_whose_tokens_stand_before_it(side: SchedulerSide)
     assert "with or without its context of 40 tokens" in foreign["reason"]
     plain = ChunkKey.of(side._space("acme").plain, list(range(700, 720)))
     assert said(side, save_of(side, "key", CONTEXT, plain))["reason"].startswith("ForeignChunkKey")
+
+
+def test_a_save_after_a_context_of_its_own_names_the_passages(side: SchedulerSide) -> None:
+    side.config = EngineConfig(context_token_ids=CONTEXT)
+    passages = [list(range(300, 330)), list(range(400, 430))]
+    for name, given in (("a", passages), ("b", passages), ("c", passages[:1])):
+        save_of(side, name, [], context=given)
+    first, second, other = (side._states[name] for name in "abc")
+    assert first.space.context_token_ids == tuple(CONTEXT)
+    assert first.context_name == second.context_name != other.context_name
+    assert side.get_num_new_matched_tokens(first.request, 0) == (80, True)
+    assert side.get_num_new_matched_tokens(second.request, 0) == (None, False), "the first computes it"
+    assert side.get_num_new_matched_tokens(other.request, 0) == (50, True)
+    side.update_state_after_alloc(first.request, Blocks(), 80)
+    (job,) = side._metadata.saves
+    assert job.key == ChunkKey.of(first.space, list(range(700, 720)))
+    assert set(job.context_keys) == {
+        ChunkKey.of(space, passage) for passage in passages for space in first.space.copies()
+    }
+
+
+def test_a_context_of_its_own_must_fill_the_place_of_the_spaces(side: SchedulerSide) -> None:
+    passage = list(range(300, 330))
+    without = said(side, save_of(side, "without", [], context=[passage]))
+    assert without["reason"].startswith("InvalidField: context: is for services with a context")
+    side.config = EngineConfig(context_token_ids=CONTEXT)
+    gap = said(side, save_of(side, "gap", [1], context=[passage]))
+    assert gap["reason"].startswith("InvalidField: context: must name all text")
 
 
 @pytest.mark.parametrize("lead", [CONTEXT, []])
