@@ -33,7 +33,7 @@ def test_the_bundled_context_is_the_beginning_of_two_passages() -> None:
         tuple(tokenizer(passage.text, add_special_tokens=False).input_ids)[:BUNDLED_TOKENS]
         for passage in read_bundled_passages()[:2]
     )
-    assert tokenize_context("bundled", MODEL) == first + second
+    assert tokenize_context("bundled", MODEL) == first + second == tokenize_context("corpus", MODEL)
 
 
 def test_a_file_is_taken_whole_and_without_special_tokens(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_file_is_taken_whole_and_without_special_tokens(tmp_path: Path) -> Non
 
 def test_what_is_no_context_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "context.txt"
-    with pytest.raises(NotFound, match="`none`, `bundled` or a text file"):
+    with pytest.raises(NotFound, match="`none`, `bundled`, `corpus` or a text file"):
         tokenize_context(str(file), MODEL)
     for content, message in (
         (b"", "has no tokens"),
