@@ -16,6 +16,7 @@ NOBODY = {
     "AccessDocument.limits", "AccessDocument.privacy", "AsyncSpec.extra_config", "AsyncSpec.vllm_args",
     "EngineConfig.context_token_ids", "MeasuringEngineSpec.extra_config", "MeasuringEngineSpec.vllm_args",
     "RotationFinder._tables", "Projected.sources", "LoadedWeights._looks", "Shard._writers",
+    "LockStep._operations", "LockStep._results", "VllmStack._failures",  # by layer
     # By shard, tier, part of the service or kind of fault.
     "LostParts._losses", "LostParts._seen", "Learning._measured_s",
     "Erasures._acknowledged", "Erasures._peers", "Erasures._tiers", "Membership._left", "Membership._members",
