@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 import uuid
@@ -25,7 +26,6 @@ from kintsugi.core.deploy import RAMP_S, StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import advertised_address, format_address, is_wildcard, tls_of
-from kintsugi.rpc.v1 import directory_pb2 as pb
 from kintsugi.store.client.directory import (
     DIRECTORY_SERVICE,
     SHARDS_MAX,
@@ -51,6 +51,8 @@ late."""
 CALL_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
 WATCH_POLL_S = 0.2
+WATCH_BYTES_PER_S = 64 << 10
+"""Maximum rate at which a watcher is sent maps."""
 MESSAGE_BYTES_MAX = 4096
 RAMP_STEPS = 12
 """Steps in which a new shard takes over its chunks. A chunk that moves is a miss, so the steps are small."""
@@ -180,27 +182,49 @@ class Membership(ShardDirectory):
         return None
 
 
+def pause_after(message: bytes) -> float:
+    """Seconds for which a watcher gets no further map: one of 1,000 shards is sent once a second at most,
+    with all changes since."""
+    return len(message) / WATCH_BYTES_PER_S
+
+
 class DirectoryService:
     """The gRPC service `ShardDirectory`."""
 
-    def __init__(self, directory: ShardDirectory) -> None:
+    def __init__(self, directory: ShardDirectory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
+        self._clock = clock
+        self._map = ShardMap(-1)
+        self._message = b""
+        self._read_s = -math.inf
+
+    def read_message(self) -> bytes:
+        """Return the map as it is sent; the same object as long as the map is the same. It is read once per
+        `WATCH_POLL_S` for all watchers: a map of 1,000 shards takes milliseconds. Raises `Unavailable`."""
+        if self._clock() - self._read_s >= WATCH_POLL_S:
+            current = self._directory.current()
+            if current != self._map:
+                self._map, self._message = current, map_to_wire(current).SerializeToString()
+            self._read_s = self._clock()
+        return self._message
 
     async def watch_shard_map(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        """Send the map whenever it changes. The request is empty, and is not read."""
+        """Send the map whenever it changes, but a large one less often. The request is empty, and is not
+        read."""
         sent = None
         while True:
             try:
-                current = map_to_wire(self._directory.current())
+                message = self.read_message()
             except KintsugiError as error:
                 await abort_call(context, error)
-            if current != sent:
-                await context.write(current)
-                sent = current
+            if message is not sent:
+                await context.write(message)
+                sent = message
+                await asyncio.sleep(pause_after(message))
             await asyncio.sleep(WATCH_POLL_S)
 
     def generic_handler(self) -> Any:
-        handlers = {"WatchShardMap": build_handler(self.watch_shard_map, pb.ShardMap.SerializeToString)}
+        handlers = {"WatchShardMap": build_handler(self.watch_shard_map, bytes)}
         return grpc.method_handlers_generic_handler(DIRECTORY_SERVICE, handlers)
 
 

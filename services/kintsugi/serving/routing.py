@@ -107,10 +107,11 @@ def tokens_by_host(spans: Sequence[Span], shards: ShardMap) -> dict[str, int]:
     if len(set(hosts.values())) < 2:
         return {}
     found: dict[str, int] = {}
-    for span in spans:
-        if span.key is not None:
-            host = hosts[shards.owners(span.key)[0].shard_id]
-            found[host] = found.get(host, 0) + span.end - span.start
+    known = [(span.key, span.end - span.start) for span in spans if span.key is not None]
+    owners = shards.owners_of_each([key for key, _ in known])
+    for (_, tokens), (owner, *_) in zip(known, owners, strict=True):
+        host = hosts[owner.shard_id]
+        found[host] = found.get(host, 0) + tokens
     return found
 
 

@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from kintsugi.core.errors import Corrupted, KintsugiError, Unavailable
 from kintsugi.core.spaces import ChunkKey
@@ -34,8 +33,7 @@ from kintsugi.store.shard.workers.keeper import Turns
 def owners_of(shards: ShardMap, key: ChunkKey) -> list[ShardAddress]:
     """Return the shards that should hold a chunk: its owners now, and its owners as soon as every shard owns
     its full share."""
-    now, then = shards.owners(key), replace(shards, shares=()).owners(key)
-    return list(dict.fromkeys((*now, *then)))
+    return list(dict.fromkeys((*shards.owners(key), *shards.owners(key, in_full=True))))
 
 
 def receivers_of(

@@ -11,11 +11,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kintsugi.core.errors import InvalidField, Unavailable
@@ -79,32 +81,45 @@ class ShardMap:
         if not all(0 < share <= 1 for share in self.shares):
             raise InvalidField("shares", "must be above 0 and at most 1")
 
-    def owners(self, key: ChunkKey) -> list[ShardAddress]:
-        """Return the shards that own a chunk, the preferred one first.
+    @cached_property
+    def _hashes(self) -> npt.NDArray[np.uint64]:
+        """A hash of each shard's id, in the order of `shards`."""
+        return np.array([xxhash.xxh3_64_intdigest(one.shard_id.encode()) for one in self.shards], np.uint64)
 
-        Rendezvous hashing: when a shard leaves, only its own chunks move. Cost: one xxh3 per shard.
+    def owners(self, key: ChunkKey, in_full: bool = False) -> list[ShardAddress]:
+        """Return the shards that own a chunk, the preferred one first. ``in_full``: as if every shard owned
+        its full share."""
+        return self.owners_of_each([key], in_full)[0]
+
+    def owners_of_each(self, keys: Sequence[ChunkKey], in_full: bool = False) -> list[list[ShardAddress]]:
+        """Return the owners of each chunk. Rendezvous hashing: when a shard leaves, only its own chunks move.
+
+        Ids and keys are hashed once each, and numpy combines them: clients ask for every chunk of every
+        prompt, and a store may have `SHARDS_MAX` shards.
         """
-        order = rank_shards(self.shards, key)
-        if self.shares:
-            shares = dict(zip(self.shards, self.shares, strict=True))
-            # The sort is stable: if too few shards were given the chunk, the others follow in rank order.
-            order.sort(key=lambda shard: not is_given(shard, key, shares[shard]))
-        return order[: self.replicas]
+        if len(self.shards) <= 1:
+            return [list(self.shards) for _ in keys]
+        ranks = _mix(self._hashes, keys, 0) >> np.uint64(1)
+        if self.shares and not in_full:
+            # A larger share includes the chunks of a smaller one. The draw has its own seed, so it is
+            # independent of the ranks. If too few shards are given the chunk, the others follow.
+            shares = np.array(self.shares)
+            is_given = (_mix(self._hashes, keys, 1) * 2.0**-64 < shares) | (shares == 1)
+            ranks |= (~is_given).astype(np.uint64) << np.uint64(63)
+        count = min(self.replicas, len(self.shards))
+        first = np.argpartition(ranks, count - 1)[:, :count]  # not yet in order
+        order = np.argsort(np.take_along_axis(ranks, first, 1))
+        rows = np.take_along_axis(first, order, 1).tolist()
+        return [[self.shards[index] for index in row] for row in rows]
 
 
-def rank_shards(shards: Sequence[ShardAddress], key: ChunkKey) -> list[ShardAddress]:
-    """Sort shards by their weight for a key, the highest first."""
-    return sorted(
-        shards, key=lambda shard: -xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest)
-    )
-
-
-def is_given(shard: ShardAddress, key: ChunkKey, share: float) -> bool:
-    """Return whether a chunk is in a shard's `share`. A larger share includes the chunks of a smaller one.
-    The hash has its own seed, so it is independent of the ranking, in which the owners of a chunk have high
-    values."""
-    draw = xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest, seed=1)
-    return draw < share * (1 << 64)
+def _mix(hashes: npt.NDArray[np.uint64], keys: Sequence[ChunkKey], seed: int) -> npt.NDArray[np.uint64]:
+    """Combine the hash of each key (row) with each shard's (column): the finalizer of SplitMix64."""
+    drawn = np.array([xxhash.xxh3_64_intdigest(key.digest, seed) for key in keys], np.uint64)
+    mixed = drawn[:, None] ^ hashes
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def why_not_believed(new: ShardMap, known: ShardMap | None) -> str:

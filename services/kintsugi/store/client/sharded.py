@@ -163,7 +163,7 @@ class ShardedStore(ChunkStore):
         ask: Callable[[GrpcStore, str, Sequence[ChunkKey]], builtins.list[Found | None]],
     ) -> builtins.list[Found | None]:
         shards = self.shard_map()
-        owners = [shards.owners(key) for key in keys]
+        owners = shards.owners_of_each(keys)
         found: list[Found | None] = [None] * len(keys)
         for rank in range(shards.replicas):
             missing: dict[ShardAddress, list[int]] = {}
@@ -258,7 +258,7 @@ class ShardedStore(ChunkStore):
         if not layers or not keys:
             return
         shards = self.shard_map()
-        owners = [shards.owners(key) for key in keys]
+        owners = shards.owners_of_each(keys)
 
         def open_parts(
             by_owner: Mapping[ShardAddress, Sequence[int]], first_layer: int
@@ -367,7 +367,8 @@ class ShardedStore(ChunkStore):
             end = min(ends, default=None)
             for shard, page in zip(shards.shards, pages, strict=True):
                 near = [manifest for manifest in page if end is None or manifest.key <= end]
-                found.update((m.key, m) for m in near if shard in shards.owners(m.key))
+                owners = shards.owners_of_each([one.key for one in near])
+                found.update((m.key, m) for m, its in zip(near, owners, strict=True) if shard in its)
             if end is None:
                 break
             after = end
@@ -459,8 +460,8 @@ def _split_by_owner(
 ) -> dict[ShardAddress, list[int]]:
     """Return the indices of the keys of which each shard is one of the first `replicas` owners."""
     owned: dict[ShardAddress, list[int]] = {}
-    for index, key in enumerate(keys):
-        for owner in shards.owners(key)[:replicas]:
+    for index, owners in enumerate(shards.owners_of_each(keys)):
+        for owner in owners[:replicas]:
             owned.setdefault(owner, []).append(index)
     return owned
 

@@ -17,7 +17,6 @@ from kintsugi.store.client.directory import (
     ShardMap,
     map_from_wire,
     map_to_wire,
-    rank_shards,
     why_not_believed,
 )
 from kintsugi.store.protocol import watched_files
@@ -28,17 +27,40 @@ KEYS = [ChunkKey(i.to_bytes(32, "little")) for i in range(2000)]
 
 
 def test_chunks_spread_evenly_and_only_those_of_a_lost_shard_move() -> None:
-    before = {key: rank_shards(SHARDS, key)[0] for key in KEYS}
+    before = {key: ShardMap(1, SHARDS).owners(key)[0] for key in KEYS}
     for shard in SHARDS:
         assert 300 < sum(owner == shard for owner in before.values()) < 500
-    after = {key: rank_shards(SHARDS[1:], key)[0] for key in KEYS}
+    after = {key: ShardMap(1, SHARDS[1:]).owners(key)[0] for key in KEYS}
     assert all(after[key] == owner for key, owner in before.items() if owner != SHARDS[0])
 
 
 def test_placement_follows_the_id_not_the_address() -> None:
     moved = tuple(ShardAddress(shard.shard_id, "elsewhere:1") for shard in SHARDS)
+    here, there = (ShardMap(1, shards, replicas=5) for shards in (SHARDS, moved))
     for key in KEYS[:50]:
-        assert [s.shard_id for s in rank_shards(moved, key)] == [s.shard_id for s in rank_shards(SHARDS, key)]
+        assert [s.shard_id for s in here.owners(key)] == [s.shard_id for s in there.owners(key)]
+
+
+def test_placement_never_changes() -> None:
+    """Chunks would be missed until they were sent to their new owners."""
+    found = [ShardMap(1, SHARDS, replicas=5).owners(key) for key in KEYS[:4]]
+    assert ["".join(one.shard_id[-1] for one in owners) for owners in found] == [
+        "31042",
+        "42103",
+        "32410",
+        "34120",
+    ]
+    shards = ShardMap(1, SHARDS, shares=(0.5,) * 5)
+    assert "".join(shards.owners(key)[0].shard_id[-1] for key in KEYS[:16]) == "0433120411013443"
+    assert shards.owners(KEYS[0], in_full=True) == ShardMap(1, SHARDS).owners(KEYS[0])
+
+
+@pytest.mark.parametrize("shares", [(), (0.3, 1.0, 0.6, 1.0, 0.1)])
+def test_many_keys_have_the_owners_that_each_has_alone(shares: tuple[float, ...]) -> None:
+    shards = ShardMap(1, SHARDS, replicas=2, shares=shares)
+    assert shards.owners_of_each(KEYS[:100]) == [shards.owners(key) for key in KEYS[:100]]
+    assert shards.owners_of_each([]) == []
+    assert ShardMap(1).owners(KEYS[0]) == []
 
 
 def test_replicas_are_distinct() -> None:
