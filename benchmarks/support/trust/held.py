@@ -2,8 +2,8 @@
 
 Each kind is made in a process of its own, of the shapes that cost most beside what they seem to hold: chunks
 with one token, with a head for each byte, with frames far below a block. Kept is what the process's memory
-grows by, and what the tiers and catalogs on disk take. A bound of a thing that is no chunk is what its ledger
-charges.
+grows by, and what the tiers and catalogs on disk take. Of what is kept beside chunks (`tests.fakes.kept`), it
+is what items take of Python's heap.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from kintsugi.store.protocol import wire
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import PutOptions
+from tests.fakes.kept import KINDS as OTHERS
+from tests.fakes.kept import NAMES, measure_heap
 
 MIB = 1 << 20
+ITEMS = 5000
 BAR = 1.2
 NAMESPACE = "acme"
 
@@ -121,12 +124,17 @@ def _chunks(shape: Shape, divisor: int) -> tuple[int, int]:
             return kept() - before, charged() - before_charged
 
 
-KINDS: dict[str, Callable[[int], tuple[int, int]]] = {
-    f"chunks, {name}": partial(_chunks, shape) for name, shape in SHAPES.items()
+def _beside(kind: str, names: str, divisor: int) -> tuple[int, float]:
+    return measure_heap(kind, names, ITEMS // divisor)
+
+
+KINDS: dict[str, Callable[[int], tuple[int, float]]] = {
+    **{f"chunks, {name}": partial(_chunks, shape) for name, shape in SHAPES.items()},
+    **{f"{kind}, {names}": partial(_beside, kind, names) for kind in OTHERS for names in NAMES},
 }
 
 
-def _run(kind: str, divisor: int) -> tuple[int, int]:
+def _run(kind: str, divisor: int) -> tuple[int, float]:
     return KINDS[kind](divisor)
 
 
@@ -137,7 +145,7 @@ def measure(*, quick: bool, seed: int) -> list[Figure]:
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
         for kind in KINDS:
             kept, charged = processes.submit(_run, kind, 5 if quick else 1).result()
-            ratios[kind] = kept / charged
-            say(f"{kind}: {kept} bytes kept, {charged} charged")
+            ratios[kind] = kept / max(charged, 1)
+            say(f"{kind}: {kept} bytes kept, {charged:.0f} charged")
     detail = "; ".join(f"{kind} {ratio:.2f}" for kind, ratio in ratios.items())
     return [Figure.at_most("held_bytes_uncounted", max(ratios.values()), BAR, detail=detail)]

@@ -354,16 +354,35 @@ def _find_longest(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None
     return "", None
 
 
-def sum_account(counts: Mapping[str, int], namespace: str, rules: NamespaceRules) -> int:
-    """Sum the counts of all namespaces whose use is counted with that of ``namespace``."""
-    limits, account = rules.limits_of(namespace), rules.account_of(namespace)
-    if limits is not None and limits.together:
-        return sum(count for name, count in counts.items() if rules.account_of(name) == account)
-    return sum(
-        count
-        for name, count in counts.items()
-        if is_within(name, account) and rules.account_of(name) == account
-    )
+class NamespaceSums(dict[str, int]):
+    """Amounts by namespace; those of nothing are left out. Not thread-safe.
+
+    Their sums by account are kept, because a caller may have any number of namespaces in one. They are made
+    anew when the rules have changed."""
+
+    def __init__(self, amounts: Iterable[tuple[str, int]] = ()) -> None:
+        super().__init__(amounts)
+        self._sum(NO_RULES)
+
+    def _sum(self, rules: NamespaceRules) -> None:
+        self._rules = rules
+        self._by_account: Counter[str] = Counter()
+        for name, amount in self.items():
+            self._by_account[rules.account_of(name)] += amount
+
+    def add(self, namespace: str, amount: int) -> None:
+        """Add an amount; a negative one is taken back."""
+        account = self._rules.account_of(namespace)
+        for sums, name in ((self, namespace), (self._by_account, account)):
+            sums[name] = sums.get(name, 0) + amount
+            if not sums[name]:
+                del sums[name]
+
+    def of_account(self, namespace: str, rules: NamespaceRules) -> int:
+        """Return the sum of all namespaces whose use is counted with that of ``namespace``."""
+        if rules is not self._rules:
+            self._sum(rules)
+        return self._by_account[rules.account_of(namespace)]
 
 
 def check_namespace_pattern(pattern: str, where: str = "namespaces") -> str:

@@ -16,13 +16,13 @@ from kintsugi.core.namespaces import (
     NamespaceLimits,
     NamespacePrivacy,
     NamespaceRules,
+    NamespaceSums,
     PrivacyExpert,
     base_of,
     enclosing,
     find_rule,
     is_within,
     narrow,
-    sum_account,
 )
 from kintsugi.core.spaces import check_namespace
 from kintsugi.store.protocol.access import Caller
@@ -124,7 +124,8 @@ def test_a_part_escapes_no_rule_of_its_base() -> None:
     assert rules.privacy_of(part) == strict
     assert rules.account_of(part) == "docs"
     counts = {"docs": 1, part: 2, narrow("docs", {TENANT: "t"}): 4, "docs/other": 8}
-    assert [sum_account(counts, name, rules) for name in ("docs", part, "docs/other")] == [7, 7, 8]
+    sums = NamespaceSums(counts.items())
+    assert [sums.of_account(name, rules) for name in ("docs", part, "docs/other")] == [7, 7, 8]
 
 
 def test_parts_may_have_rules_of_their_own() -> None:
@@ -134,7 +135,8 @@ def test_parts_may_have_rules_of_their_own() -> None:
     assert not rules.privacy_of("docs").shared
     assert [rules.account_of(name) for name in ("docs/-/acme", "docs/-/beta")] == ["docs/-/acme", "docs"]
     counts = {"docs": 1, "docs/-/acme": 2, "docs/-/beta": 4}
-    assert [sum_account(counts, name, rules) for name in counts] == [5, 2, 5]
+    sums = NamespaceSums(counts.items())
+    assert [sums.of_account(name, rules) for name in counts] == [5, 2, 5]
 
 
 def test_a_session_escapes_no_rule_of_its_tenant() -> None:
@@ -189,4 +191,4 @@ def test_a_base_that_ends_as_parts_begin_is_refused() -> None:
 def test_an_account_without_any_rule_is_still_the_bases() -> None:
     rules = NamespaceRules()
     assert rules.account_of("docs/-/acme") == "docs"
-    assert sum_account({"docs/-/a": 1, "docs/-/b": 2}, "docs/-/c", rules) == 3
+    assert NamespaceSums({"docs/-/a": 1, "docs/-/b": 2}.items()).of_account("docs/-/c", rules) == 3

@@ -8,9 +8,9 @@ from kintsugi.core.namespaces import (
     NamespaceLimits,
     NamespacePrivacy,
     NamespaceRules,
+    NamespaceSums,
     PrivacyExpert,
     find_rule,
-    sum_account,
 )
 
 
@@ -40,8 +40,28 @@ def test_use_is_counted_where_limits_are_shared() -> None:
     together, each = NamespaceLimits(together=True), NamespaceLimits()
     rules = NamespaceRules(limits={"team/*": together, "docs/*": each})
     assert [rules.account_of(name) for name in ("team/a", "docs/a", "x")] == ["team/*", "docs/a", "x"]
-    counts = {"team/a": 1, "team/b": 2, "docs/a": 4, "docs/b": 8}
-    assert [sum_account(counts, name, rules) for name in ("team/c", "docs/a", "x")] == [3, 4, 0]
+    sums = NamespaceSums({"team/a": 1, "team/b": 2, "docs/a": 4, "docs/b": 8}.items())
+    assert [sums.of_account(name, rules) for name in ("team/c", "docs/a", "x")] == [3, 4, 0]
+    sums.add("team/c", 16)
+    sums.add("team/b", -2)
+    assert set(sums) == {"team/a", "team/c", "docs/a", "docs/b"}
+    assert sums.of_account("team/x", rules) == 17
+    assert sums.of_account("team/a", NamespaceRules(limits={"team/*": each})) == 1
+    assert sums.of_account("team/x", rules) == 17
+
+
+def test_a_sum_does_not_visit_every_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller who makes namespaces at will made every put of all callers wait for a walk over them."""
+    rules = NamespaceRules(limits={"pre*": NamespaceLimits(together=True)})
+    sums = NamespaceSums((f"pre{number}", 1) for number in range(100))
+    visits, account_of = list[str](), rules.account_of
+    assert sums.of_account("pre0", rules) == 100
+    monkeypatch.setattr(
+        NamespaceRules, "account_of", lambda self, name: (visits.append(name), account_of(name))[1]
+    )
+    sums.add("pre100", 1)
+    assert sums.of_account("pre0", rules) == 101
+    assert visits == ["pre100", "pre0"]
 
 
 def test_the_other_rules_count_first() -> None:

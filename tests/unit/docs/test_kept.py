@@ -7,9 +7,25 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tests.fakes.kept import KINDS, NAMES, TRIP_TESTS, measure_heap
+
+ITEMS, UNCOUNTED_MAX = 1000, 1.2
 ROOT = Path(__file__).parents[3]
 ROOMS = ("discovery", "engine", "gateway", "quality", "serving", "store")
-MAKERS = {"dict", "list", "set", "deque", "OrderedDict", "Counter", "defaultdict", "Held", "ContentIndex"}
+MAKERS = {
+    "dict",
+    "list",
+    "set",
+    "deque",
+    "OrderedDict",
+    "Counter",
+    "defaultdict",
+    "Held",
+    "ContentIndex",
+    "NamespaceSums",
+}
 
 NOBODY = {
     # Configured, or made once.
@@ -85,3 +101,12 @@ def test_whatever_callers_may_make_grow_is_listed_with_its_limit() -> None:
     assert found - listed - NOBODY - own == set(), "name it in the table with its limit"
     assert (listed | NOBODY | own) - found == set(), "the code has it no more"
     assert not listed & NOBODY
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {TRIP_TESTS}))
+@pytest.mark.parametrize("shape", NAMES)
+def test_what_is_kept_takes_little_more_than_it_is_charged(kind: str, shape: str) -> None:
+    taken, charged = measure_heap(kind, shape, ITEMS)
+    assert taken <= UNCOUNTED_MAX * charged, (
+        f"{taken / ITEMS:.0f} bytes an item, {charged / ITEMS:.0f} charged"
+    )

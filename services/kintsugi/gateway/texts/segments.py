@@ -37,6 +37,8 @@ context."""
 TOGETHER_TOKENS_MAX = 8 << 20
 """Maximum number of tokens in the segments of a request that is not a prompt. A key of 64 characters can name
 a chunk of `TOKENS_MAX` tokens."""
+PIECE_BYTES = 256
+"""A tokenised text's name and key, and the objects around its tokens, beyond `ITEM_BYTES`."""
 CACHED_BYTES_MAX = 48 << 20
 """Memory for cached texts, as tokens."""
 
@@ -261,7 +263,8 @@ class SegmentResolver:
         return _cut_chunk(space, token_ids, multiple)
 
     def _keep(self, namespace: str, name: _TextName, piece: ResolvedSegment) -> None:
-        self.cached.put(namespace, name, piece, ID_BYTES * (piece.num_tokens + len(piece.tail)))
+        size = PIECE_BYTES + ID_BYTES * (piece.num_tokens + len(piece.tail))
+        self.cached.put(namespace, name, piece, size)
 
     def _of_key(
         self, space: ChunkSpace, shared: ChunkSpace | None, key: ChunkKey, name: str

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.core.namespaces import is_within
+from kintsugi.core.namespaces import NamespaceSums, is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.content_index import ContentIndex
 from kintsugi.store.protocol.wire import memory_bytes
@@ -38,8 +38,8 @@ class CopyTier(ABC):
         """`ram`, `ssd0`, `ssd1` …, `bucket`."""
         self.policy = LifetimePolicy(lambda entry: entry.expires_at_s < math.inf, make_policy)
         self.chunks = 0
-        self.bytes_by_namespace: dict[str, int] = {}
-        """Bytes of chunk KV by namespace; namespaces without chunks are left out."""
+        self.bytes_by_namespace = NamespaceSums()
+        """Bytes of chunk KV."""
         self.evictions = 0
         """Chunks that left because the tier was full."""
         self.lingering: set[Residence] = set()
@@ -71,21 +71,14 @@ class CopyTier(ABC):
     def admit(self, entry: ChunkEntry) -> None:
         """Count an entry's copy and add it to the eviction order."""
         self.chunks += 1
-        self._count(entry.manifest.namespace, entry.charged_bytes)
+        self.bytes_by_namespace.add(entry.manifest.namespace, entry.charged_bytes)
         self.policy.admit(entry, entry.charged_bytes, entry.recompute_ms)
 
     def remove(self, entry: ChunkEntry) -> None:
         """Stop counting an entry's copy. The policy may have removed it already."""
         self.chunks -= 1
-        self._count(entry.manifest.namespace, -entry.charged_bytes)
+        self.bytes_by_namespace.add(entry.manifest.namespace, -entry.charged_bytes)
         self.policy.remove(entry)
-
-    def _count(self, namespace: str, size_bytes: int) -> None:
-        held = self.bytes_by_namespace.get(namespace, 0) + size_bytes
-        if held:
-            self.bytes_by_namespace[namespace] = held
-        else:
-            del self.bytes_by_namespace[namespace]
 
     @abstractmethod
     def unlink(self, residence: Residence) -> None:

@@ -155,11 +155,20 @@ def test_leases_of_parts_count_with_their_base(monkeypatch: pytest.MonkeyPatch) 
 
     first, *_ = [pin(f"docs/-/{number}") for number in range(4)]
     for namespace in ("docs", "docs/-/another", "docs/-/0/.session"):
-        with pytest.raises(ResourceExhausted, match="has 4 leases; unpin some"):
+        with pytest.raises(ResourceExhausted, match="has 4 pins and may have 4; unpin some"):
             pin(namespace)
     assert pin("other")
     leases.end(first)
     assert pin("docs/-/another")
+
+
+def test_a_chunk_counts_in_each_lease_of_it(ram_shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases of chunks that were pinned already took any number of them."""
+    monkeypatch.setattr(pins, "PINS_MAX", 12)
+    keys = [put(ram_shard, "flood", 80 + number).key for number in range(3)]
+    assert [ram_shard.pin("flood", keys, lease_s=60.0)[1] for _ in range(2)] == [3, 3]
+    with pytest.raises(ResourceExhausted, match="has 6 pins and may have 6"):
+        ram_shard.pin("flood", keys, lease_s=60.0)
 
 
 def test_puts_that_began_together_keep_the_limit_of_ram(ram_shard: Shard) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.held import Held
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
+from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of
 from kintsugi.core.sizing import manifests_bytes_max
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.wire import memory_bytes
@@ -261,7 +261,7 @@ class Shares:
     def _use_of(self, account: str, namespace: str) -> NamespaceUse:
         limits = self.rules.limits_of(namespace)
         assert limits is not None
-        pinned = sum_account(self._leases.bytes_by_namespace, namespace, self.rules)
+        pinned = self._leases.bytes_by_namespace.of_account(namespace, self.rules)
         return NamespaceUse(
             account,
             {"ram": self._ram_bytes(namespace), "ssd": self._ssd_bytes(namespace), "pinned": pinned},
@@ -273,10 +273,10 @@ class Shares:
         )
 
     def _ram_bytes(self, namespace: str) -> int:
-        return sum_account(self._ram.bytes_by_namespace, namespace, self.rules)
+        return self._ram.bytes_by_namespace.of_account(namespace, self.rules)
 
     def _ssd_bytes(self, namespace: str) -> int:
-        return sum(sum_account(tier.bytes_by_namespace, namespace, self.rules) for tier in self.lower)
+        return sum(tier.bytes_by_namespace.of_account(namespace, self.rules) for tier in self.lower)
 
 
 def _ssd_refusal(manifest: ChunkManifest) -> ResourceExhausted:
