@@ -60,7 +60,7 @@ class Scale:
     rounds: int
 
 
-FULL = Scale(chunks=4, rounds=31)
+FULL = Scale(chunks=4, rounds=21)
 QUICK = Scale(chunks=4, rounds=5)
 
 Chunk = tuple[ChunkManifest, list[memoryview]]
@@ -178,7 +178,7 @@ class _Reads:
 
     def read(self, namespace: str, keys: Sequence[ChunkKey], heads: HeadRange = EVERY_HEAD) -> int:
         size = frames = 0
-        for item in self.store.stream(namespace, keys, range(LAYOUT.num_layers), heads, deadline_s=30.0):
+        for item in self.store.stream(namespace, keys, range(LAYOUT.num_layers), heads, deadline_s=600.0):
             assert isinstance(item, LayerFrame), item
             size += len(item.data)
             frames += 1
