@@ -178,8 +178,10 @@ class Reconciler:
         blending = None if is_in_progress else await self._blending(pods)
         if blending is not None:
             status = replace(status, conditions=(*status.conditions, blending))
-        is_done = await self._act_and_report(act(), live, before, status, status)
-        return LATER_S if is_done and not is_in_progress else SOON_S
+        # What was observed is older than a change of a RayService, so it does not tell about this spec yet.
+        is_current = not self._changes_any(result.objects, ray)
+        is_done = await self._act_and_report(act(), live, before, status, status, is_current)
+        return LATER_S if is_done and is_current and not is_in_progress else SOON_S
 
     async def corpus(self, namespace: str, name: str) -> float | None:
         """Reconcile a CorpusPrecompute. Returns as `service` does. Without a drain, it needs no finalizer."""
@@ -228,7 +230,13 @@ class Reconciler:
         return LATER_S
 
     async def _act_and_report(
-        self, acting: Awaitable[tuple[Problem, ...]], live: Manifest, before: S, done: S, refused: S
+        self,
+        acting: Awaitable[tuple[Problem, ...]],
+        live: Manifest,
+        before: S,
+        done: S,
+        refused: S,
+        is_current: bool = True,
     ) -> bool:
         """Act, then write the status `done`, or `refused` after a refusal. Returns whether all was
         applied."""
@@ -240,7 +248,7 @@ class Reconciler:
         if problems:
             told = join_problems(problems)
             done, outcome = refused, c.false(c.RECONCILED, told.reason, told.message)
-        await self._write_status(live, before, done, (*done.conditions, outcome))
+        await self._write_status(live, before, done, (*done.conditions, outcome), is_current)
         return outcome.status == "True"
 
     async def _teardown(self, live: Manifest, owner: Owner, before: BlendServiceStatus) -> float | None:
@@ -382,9 +390,7 @@ class Reconciler:
                 # The next look makes it, once no pod waits for it.
                 await self._cluster.delete(CLAIM, metadata["namespace"], metadata["name"])
                 return
-        if not needs_write(one, found):
-            return
-        if found is not None and self._unenforceable.get(key) == digest_of(one) == digest_of(found):
+        if not self._must_write(one, found):
             return
         if found is None:
             await self._check_unowned(one)
@@ -395,6 +401,19 @@ class Reconciler:
                 self._unenforceable.clear()
             self._unenforceable[key] = digest_of(one)
             logger.warning("%s %s/%s: something else keeps changing %s, so it stays as it is", *key, path)
+
+    def _must_write(self, one: Manifest, found: Manifest | None) -> bool:
+        """Whether applying an object would change what the API server has."""
+        metadata = one["metadata"]
+        stored = self._unenforceable.get((one["kind"], metadata["namespace"], metadata["name"]))
+        is_in_vain = found is not None and stored == digest_of(one) == digest_of(found)
+        return not is_in_vain and needs_write(one, found)
+
+    def _changes_any(self, wanted: Iterable[Manifest], live: Iterable[Manifest]) -> bool:
+        """Whether one of these live objects is about to be changed."""
+        by_name = {(one["kind"], one["metadata"]["name"]): one for one in live}
+        pairs = ((one, by_name.get((one["kind"], one["metadata"]["name"]))) for one in wanted)
+        return any(self._must_write(one, found) for one, found in pairs if found is not None)
 
     async def _check_unowned(self, wanted: Manifest) -> None:
         """Raise `InvalidField` if an object of this name exists and does not belong to this service."""
@@ -433,11 +452,17 @@ class Reconciler:
             logger.info("%s %s/%s", outcome, namespace, pod)
 
     async def _write_status(
-        self, live: Manifest, before: S, after: S, conditions: Sequence[Condition] | None = None
+        self,
+        live: Manifest,
+        before: S,
+        after: S,
+        conditions: Sequence[Condition] | None = None,
+        is_current: bool = True,
     ) -> None:
-        """Write the status if it has changed, and an Event for each change. Raises `Refused` if the object
-        has changed since it was read."""
-        generation = int(live["metadata"].get("generation", 0))
+        """Write the status if it has changed, and an Event for each change. Without `is_current`, it is still
+        that of the earlier spec, as far as its generation tells. Raises `Refused` if the object has changed
+        since it was read."""
+        generation = int(live["metadata"].get("generation", 0)) if is_current else before.observed_generation
         now = self._clock()
         given = conditions or after.conditions
         merged = c.merge_conditions(before.conditions, given, generation, now)

@@ -350,6 +350,15 @@ def test_replicas_serve_what_a_lost_shard_held(stack: ExitStack) -> None:
     }
 
 
+def first_map(address: str) -> ShardMap:
+    """What a new client of a directory is told."""
+    directory = GrpcDirectory(address)
+    try:
+        return directory.current()
+    finally:
+        directory.close()
+
+
 def test_a_directory_over_grpc_is_followed(
     stack: ExitStack, servers: list[ShardServer], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -372,6 +381,9 @@ def test_a_directory_over_grpc_is_followed(
     assert directory.current() == shard_map(servers)
     known.shards = shard_map(servers)
     directory.close()
+    deadline_s = time.monotonic() + 10
+    while first_map(address) != known.shards:  # all watchers share what was read last
+        assert time.monotonic() < deadline_s
     store = open_store(f"shards://{address}")
     manifest, frames = make_chunk(range(40))
     assert store.put(manifest, frames)

@@ -15,6 +15,7 @@ from kintsugi_operator.api.status import BlendServiceStatus, Condition, Conditio
 from kintsugi_operator.controller.events import REPEAT_S, EventRecorder
 from kintsugi_operator.controller.metrics import OBJECTS_MAX, OperatorMetrics
 from kintsugi_operator.controller.queue import ObjectKey
+from kintsugi_operator.controller.reconcile import SOON_S
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed import conditions as c
@@ -44,6 +45,17 @@ def seen(world: World, kind: str = "BlendService", name: str = "acme") -> str:
 def change_spec(world: World, **parts: Any) -> None:
     """A person applies another spec, and the API server counts its generation."""
     world.make(**parts)["metadata"]["generation"] += 1
+
+
+def test_a_spec_that_was_just_applied_is_not_current(world: World) -> None:
+    """What the look saw of the RayServices is older than what it changed."""
+    world.up()
+    assert seen(world) == CURRENT
+    change_spec(world, gateway={"memory": "3Gi"})
+    assert world.look() == SOON_S
+    assert seen(world) == IN_PROGRESS
+    world.settle()
+    assert seen(world) == CURRENT
 
 
 def test_an_object_that_was_just_made_is_not_current(world: World) -> None:
