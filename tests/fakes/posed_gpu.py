@@ -44,7 +44,8 @@ EXTENSIONS = ("_C_stable_libtorch", "_moe_C", "vllm_flash_attn._vllm_fa2_C")
 """Compiled extensions that vLLM's Python imports on a GPU for the operations that they register."""
 
 
-MAY_MIX = (Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__, Tensor.data.__set__)
+DATA: Any = Tensor.data
+MAY_MIX = (Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__, DATA.__set__)
 """Calls in which tensors of both devices may meet."""
 
 

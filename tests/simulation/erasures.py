@@ -249,8 +249,8 @@ class Simulation:
     async def run(self) -> Judgement:
         for number in range(len(self._followed)):
             await self._gateways.follow(number)
-        actions = (self._save, self._save, self._save, self._let_go, self._erase, self._erase_text)
-        actions += (self._follow, self._restart)
+        saves = [self._save] * 3
+        actions = [*saves, self._let_go, self._erase, self._erase_text, self._follow, self._restart]
         for self._step in range(STEPS):
             await self._chance.choice(actions)()
             await asyncio.sleep(0)

@@ -156,6 +156,7 @@ class PlainStack:
     """`DecoderStack` for one sequence over a dense cache of `places`."""
 
     world_size = 1
+    failure = None
     sees_order_alone = True
     device = torch.device("cpu")
 

@@ -239,7 +239,7 @@ def test_the_hook_for_crds_may_read_and_change_those_two_and_only_while_it_runs(
     assert {crd["metadata"]["annotations"]["kintsugi.dev/version"] for crd in crds} == {version}
 
 
-PODS_OF_OPERATOR = {
+PODS_OF_OPERATOR: dict[str, Any] = {
     "labels": {"example.com/cost": "shared", "app.kubernetes.io/name": "mine"},
     "annotations": {"example.com/owner": "search"},
     "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],

@@ -51,7 +51,12 @@ def test_everything_is_read() -> None:
         explain=True,
     )
     assert found == KintsugiParams(
-        "acme", Op.BLEND, (Span(3, 9), Span(9, 20, KEY)), 0.0, SelectorName.RANDOM, True
+        "acme",
+        Op.BLEND,
+        (Span(3, 9), Span(9, 20, KEY)),
+        ratio=0.0,
+        selector=SelectorName.RANDOM,
+        explain=True,
     )
 
 
