@@ -21,13 +21,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 import lmdb
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
+from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import EVERY_NAMESPACE, enclosing, is_within, matches
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.files import make_folder, sync_path
@@ -68,6 +69,19 @@ class Scope:
         if self.keys is None:
             return is_within(namespace, self.namespace)
         return namespace == self.namespace and key in self.keys
+
+    def find_prepared(self, manifests: Iterable[ChunkManifest]) -> set[ChunkKey]:
+        """Return the keys of those chunks that were prefilled after one of the scope's chunks."""
+        keys = self.keys or frozenset()
+        return {
+            one.key
+            for one in manifests
+            if one.namespace == self.namespace and not keys.isdisjoint(one.context_keys)
+        }
+
+    def with_keys(self, keys: Iterable[ChunkKey]) -> Scope:
+        """Return the scope with more chunks. A whole namespace has them already."""
+        return self if self.keys is None else replace(self, keys=self.keys.union(keys))
 
 
 @dataclass
@@ -531,6 +545,10 @@ class Deletions:
         while sum(map(len, self._deleted_s.values())) > DELETIONS_MAX:
             largest = max(self._deleted_s, key=lambda pattern: len(self._deleted_s[pattern]))
             self._forgotten_s[largest] = self._deleted_s[largest].popitem(last=False)[1]
+
+    def took(self, manifest: ChunkManifest) -> bool:
+        """Return whether a chunk, or a text that it was prefilled after, may have been deleted recently."""
+        return any(self.cover((manifest.namespace, key)) for key in manifest.erased_by)
 
     def cover(self, address: Address) -> bool:
         """Return whether a chunk may have been deleted within `DELETION_S`."""

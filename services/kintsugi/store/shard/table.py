@@ -2,9 +2,8 @@
 
 The lock guards the chunks and their residences, the index, the leases, the tiers' eviction order, the free
 space in RAM and the work queues. Each method decides what an event means and applies transitions of
-`kintsugi.store.shard.life`, which defines the states of a chunk. No method does I/O or copies chunk KV; the
-methods that wait for room or work say so. Threads take work from `next_writes` and `next_load` and report how
-it ended.
+`store.shard.life`, which defines the states of a chunk. No method does I/O or copies chunk KV; the methods
+that wait for room or work say so. Threads take work from `next_writes` and `next_load` and report its end.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -71,8 +69,7 @@ class EntryTable:
         clock: Callable[[], float],
         bucket: Sequence[LowerTier] = (),
     ) -> None:
-        self.counters = Counters()
-        self.reuse = ReuseGaps(clock)
+        self.counters, self.reuse = Counters(), ReuseGaps(clock)
         self.queues = [WriteQueue(disk, ram.capacity_bytes) for disk in disks]
         """One queue per SSD tier, fastest first."""
         self.unrecorded = Unrecorded()
@@ -85,8 +82,7 @@ class EntryTable:
         self.ratio = RATIO
         """Share of a chunk's prefill that a blend computes. `Shard.set_ratio` changes it."""
         self._wall_clock, self._clock = wall_clock, clock
-        self._index = EntryIndex()
-        self._deletions = Deletions(clock)
+        self._index, self._deletions = EntryIndex(), Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
         self.shares = Shares(ram, (*disks, *bucket), self._leases)
         transitions = Transitions(self._begin_write, life.drop_copy, self._forget)
@@ -219,7 +215,7 @@ class EntryTable:
                     raise Unavailable("this shard is draining; put to another shard")
                 if self._retain_near(address, self._wall_clock() + options.ttl_s):
                     return None
-                if options.is_copy and (self._was_deleted(manifest) or not self._room.is_there(manifest)):
+                if options.is_copy and (self._deletions.took(manifest) or not self._room.is_there(manifest)):
                     return None
                 if self._room.make_in_index(manifest):
                     tier, residence = self._room.make_to_put(manifest, options, limit_s)
@@ -261,7 +257,7 @@ class EntryTable:
             if put.is_erased and not put.is_copy:
                 self.abort(put)
                 raise erased_meanwhile(entry.manifest)
-            gone = put.is_erased or (put.is_copy and self._was_deleted(entry.manifest))
+            gone = put.is_erased or (put.is_copy and self._deletions.took(entry.manifest))
             if gone or self._retain_near(entry.address, entry.expires_at_s):
                 self.abort(put)
                 return Committed(False, None)
@@ -293,23 +289,11 @@ class EntryTable:
         life.forget(entry)
         self._index.remove(entry)
 
-    def _was_deleted(self, manifest: ChunkManifest) -> bool:
-        """Return whether the chunk, or a text that it was prefilled after, may have been deleted recently."""
-        return any(self._deletions.cover((manifest.namespace, key)) for key in manifest.erased_by)
-
     def widen(self, scope: Scope) -> Scope:
         """Return the scope with the chunks that were prefilled after one of its chunks."""
-        if scope.keys is None:
-            return scope
         with self._lock:
-            prepared = self._index.find_prepared_after(scope.namespace, scope.keys)
-            manifests = (put.entry.manifest for put in self._puts)
-            prepared |= {
-                one.key
-                for one in manifests
-                if one.namespace == scope.namespace and not scope.keys.isdisjoint(one.context_keys)
-            }
-        return replace(scope, keys=scope.keys | prepared) if prepared else scope
+            stored = self._index.find_prepared_after(scope.namespace, scope.keys or ())
+            return scope.with_keys(stored | scope.find_prepared(put.entry.manifest for put in self._puts))
 
     def remove(self, scope: Scope) -> Removed:
         """Forget chunks, a few per hold of the lock. Running puts of them end without effect. Durable when
