@@ -55,7 +55,7 @@ def answers_of(engine: LocalEngine, prompt: Rag, ratio: float, **sampling: Any) 
     (output,) = engine.llm.generate(
         [{"prompt_token_ids": prompt.token_ids}], SamplingParams(extra_args=extra, **sampling), use_tqdm=False
     )
-    assert output.kv_transfer_params[PARAMS_KEY]["outcome"] == "blended"
+    assert output.kv_transfer_params[PARAMS_KEY]["outcome"] in ("blended", "prefix_hit")
     return output
 
 
@@ -103,10 +103,11 @@ def test_a_plain_prompt_does_not(engine: LocalEngine, chunks: list[list[int]]) -
 def test_several_answers_to_one_blend(engine: LocalEngine, chunks: list[list[int]]) -> None:
     prompt = rag(*chunks)
     greedy = ask_cold(engine, prompt.token_ids, prompt.params(1.0))
-    output = answers_of(engine, prompt, 1.0, n=4, temperature=0.0, max_tokens=8, ignore_eos=True)
+    output = answers_of(engine, prompt, 1.0, n=4, top_k=1, max_tokens=8, ignore_eos=True)
     assert [list(one.token_ids) for one in output.outputs] == [greedy.token_ids] * 4
 
 
+@pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # vLLM sets it
 def test_a_grammar_holds_in_a_blend(engine: LocalEngine, chunks: list[list[int]]) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
