@@ -40,10 +40,7 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
             f"kv_cache_dtype: the scales of {cache_dtype} lie in vLLM's cache, and passes also use other "
             "caches; choose auto or fp8",
         ),
-        (
-            vllm_config.speculative_config is not None and vllm_config.speculative_config.method != "ngram",
-            "speculative_decoding: the draft model's KV is not blended; the method ngram has none",
-        ),
+        (vllm_config.speculative_config is not None, "speculative_decoding: the draft's KV is not blended"),
     )
     return next((reason for holds, reason in checks if holds), None)
 
