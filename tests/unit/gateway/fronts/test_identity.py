@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.gateway.console.routes import API_PATH
 from kintsugi.gateway.fronts.http import HttpFront
@@ -50,15 +51,19 @@ class WithTokens(Roles):
     has_tokens = True
 
 
+@pytest.mark.parametrize("is_away", [False, True], ids=["engine there", "engine away"])
 @pytest.mark.parametrize("route", [*OPEN, *CLOSED])
-def test_a_foreign_name_that_resolves_to_loopback_opens_nothing(route: str) -> None:
+def test_a_foreign_name_that_resolves_to_loopback_opens_nothing(route: str, is_away: bool) -> None:
     method, path = route.split()
+    away = Unavailable("no engine answers; send the request again")
+    backend = ScriptedBackend(lambda call: [away], info_error=away) if is_away else ScriptedBackend()
+    unready = 503 if is_away and route == "GET /readyz" else 200
 
     async def body() -> None:
-        async with at(HERE) as caller:
+        async with at(HERE, backend=backend) as caller:
             for name in ("evil.example:8000", "localhost.evil.example", "[", ""):
                 answer = await caller.request(method, path, json=CHAT, headers={"host": name})
-                assert answer.status_code == (403 if route in CLOSED else 200), name
+                assert answer.status_code == (403 if route in CLOSED else unready), name
                 if route in CLOSED:
                     assert "--tokens-file" in error_of(answer)["message"]
             for name in ("localhost:8000", "127.0.0.1:8000", "[::1]:8000"):
