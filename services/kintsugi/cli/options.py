@@ -196,8 +196,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a configuration file. Raises `NotFound` and `InvalidField`."""
     import yaml
 
+    class OnceLoader(yaml.SafeLoader):
+        """Refuses a name that a mapping has twice, of which PyYAML takes the last."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = set()
+            for key, _ in node.value:
+                if str(key.value) in names:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key.value!r} occurs twice in a mapping", key.start_mark
+                    )
+                names.add(str(key.value))
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), OnceLoader)
     except OSError as error:
         raise NotFound(f"{path} cannot be read ({error.strerror}); name a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -182,6 +182,7 @@ def test_a_folder_that_is_not_there_is_said_so(tmp_path: Path) -> None:
         (None, NotFound, "cannot be read"),
         ("model: [", InvalidField, "not YAML"),
         ("- a\n", InvalidField, "must be a mapping"),
+        ("limits: {docs: {ram_gib: 1}}\nlimits: {}\n", InvalidField, "'limits' occurs twice in a mapping"),
         ("\xff", InvalidField, "not YAML"),
     ],
 )
