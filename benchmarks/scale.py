@@ -1,0 +1,241 @@
+"""A store of 1,000 shards behind 200 gateways, simulated from measured costs.
+
+    python benchmarks/scale.py [--quick] [--seed N] [--save]
+
+The directory's own code runs on a simulated clock, with every heartbeat of every shard: shards restart, one
+rack is lost and comes back empty. The CPU times of a shard are measured on a real one, those of placement on
+the client's code. Requests draw Zipf chunks. No network and no gRPC headers are simulated. Figures:
+
+- `directory_bytes_per_watcher_s`, `…_worst_minute`: shard maps that each shard, gateway and engine is sent;
+- `directory_cores`: CPU of reading, comparing and encoding maps and of heartbeats, without gRPC's and Ray's;
+- `erasure_calls_per_shard_s`, `erasure_bytes_per_shard_s`: gateways, engines and other shards ask every shard
+  once a period for erasures; bytes of the messages alone;
+- `traffic_per_shard_s`: both together;
+- `cursor_bytes`: the place of a client in the erasures of all shards. It never leaves the client;
+- `placement_us_per_key`: CPU to name a chunk's owners;
+- `ttft_added_ms_p99`: of placement and of the slowest shard that is asked, a queue with one server each. A
+  request does not wait longer than `LOOKUP_S_MAX` for a shard that is asked more than it can answer;
+- `busiest_shard`: its load by lookups, in cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.store import make_chunk, served
+from benchmarks.support.figures import Figure, report
+from kintsugi.core.deploy import RAMP_S
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.erasing import FOLLOW_PERIOD_S
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.serving.catching_up import PERIOD_S
+from kintsugi.serving.directory import HEARTBEAT_S, WATCH_POLL_S, DirectoryService, Membership, pause_after
+from kintsugi.store.client.directory import ShardAddress, ShardMap
+from kintsugi.store.client.erasures import write_cursor
+from kintsugi.store.client.grpc_store import GrpcStore
+
+SHARDS, GATEWAYS, ENGINES, REPLICAS = 1000, 200, 1000, 2
+REQUESTS_PER_S = 10_000
+CORPUS_CHUNKS = 10**8
+CHUNKS_PER_REQUEST = 10
+RACK = 40
+RACK_LOST_S, RACK_BACK_S, RACK_START_S = 300.0, 900.0, 60.0
+"""When a rack is lost and comes back, and how long its shards take to start."""
+RESTARTS_PER_SHARD_DAY = 1.0
+LOOKUP_S_MAX = 0.5
+"""The default of `loadDeadlineMs` for a lookup; then the prompt is prefilled."""
+KIB = 1024
+TRAFFIC_BAR, TTFT_BAR_MS = 5.0 * KIB, 10.0
+
+
+@dataclass
+class Fleet:
+    """Shards and their directory, on a simulated clock."""
+
+    shards: int
+    seconds: float
+    chance: random.Random
+    now_s: float = -2 * RAMP_S
+    """The first map, and the ramps of a young store, are not what is measured."""
+    sent: list[tuple[float, int]] = field(default_factory=list)
+    """Time and size of the maps that one watcher was sent."""
+    cpu_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.members = Membership(clock=lambda: self.now_s, ramp_s=RAMP_S, name="gcs:6379", epoch=1)
+        self.members.replicas = REPLICAS
+        self.directory = DirectoryService(self.members, lambda: self.now_s)
+        self.ids = [str(uuid.UUID(int=self.chance.getrandbits(128))) for _ in range(self.shards)]
+        self.phases = [self.chance.random() * HEARTBEAT_S for _ in self.ids]
+        self.instances = [f"i{index}" for index in range(self.shards)]
+        self.down: dict[int, float] = {}
+        """When each shard that is down is back."""
+
+    def run(self) -> None:
+        """Play all of it."""
+        self._heartbeats(range(self.shards))
+        self.directory.read_message()
+        next_s = self.now_s = 0.0
+        last = b""
+        rack = range(self.shards // 2, self.shards // 2 + RACK)
+        is_lost = False
+        for step in range(int(self.seconds / WATCH_POLL_S)):
+            self.now_s = step * WATCH_POLL_S
+            if not is_lost and self.now_s >= RACK_LOST_S:
+                is_lost = True
+                for index in rack:
+                    self.down[index] = RACK_BACK_S + self.chance.random() * RACK_START_S
+            if self.chance.random() < self.shards * RESTARTS_PER_SHARD_DAY / 86_400 * WATCH_POLL_S:
+                self.down.setdefault(self.chance.randrange(self.shards), self.now_s + 30.0)
+            for index in [one for one, back_s in self.down.items() if back_s <= self.now_s]:
+                del self.down[index]
+                self.instances[index] += "+"
+            due = [
+                index
+                for index in range(self.shards)
+                if index not in self.down and (self.now_s - self.phases[index]) % HEARTBEAT_S < WATCH_POLL_S
+            ]
+            began_s = time.process_time()
+            self._heartbeats(due, empty=rack)
+            message = self.directory.read_message()
+            self.cpu_s += time.process_time() - began_s
+            if message is not last and self.now_s >= next_s:
+                last = message
+                self.sent.append((self.now_s, len(message)))
+                next_s = self.now_s + WATCH_POLL_S + pause_after(message)
+
+    def _heartbeats(self, shards: range | list[int], empty: range = range(0)) -> None:
+        for index in shards:
+            address = f"10.{index // 62500}.{index // 250 % 250}.{index % 250}:7400"
+            is_empty = index in empty and self.now_s >= RACK_BACK_S
+            self.members.record_heartbeat(self.ids[index], address, self.instances[index], is_empty)
+
+    def worst_minute(self) -> float:
+        """Bytes a second of the minute in which most was sent."""
+        by_minute: Counter[int] = Counter()
+        for at_s, size in self.sent:
+            by_minute[int(at_s // 60)] += size
+        return max(by_minute.values(), default=0) / 60
+
+    def figures(self) -> list[Figure]:
+        mean = sum(size for _, size in self.sent) / self.seconds
+        detail = f"{len(self.sent)} maps of up to {max((size for _, size in self.sent), default=0)} bytes"
+        return [
+            Figure("directory_bytes_per_watcher_s", mean, "B/s", detail=detail),
+            Figure("directory_bytes_per_watcher_s_worst_minute", self.worst_minute(), "B/s"),
+            Figure("directory_cores", self.cpu_s / self.seconds, "cores"),
+        ]
+
+
+def follow_erasures(ids: list[str]) -> list[Figure]:
+    """What it costs that all clients ask all shards for erasures."""
+    calls_per_s = (GATEWAYS + ENGINES) / FOLLOW_PERIOD_S + (len(ids) - 1) / PERIOD_S
+    asked = pb.ListErasuresRequest(after=1_000_000, shard_id=ids[0]).ByteSize()
+    told = pb.ListErasuresResponse(shard_id=ids[0], next=1_000_000).ByteSize()
+    return [
+        Figure("erasure_calls_per_shard_s", calls_per_s, "1/s"),
+        Figure(
+            "erasure_bytes_per_shard_s", calls_per_s * (asked + told), "B/s", detail=f"{asked} + {told} bytes"
+        ),
+        Figure("cursor_bytes", len(write_cursor(dict.fromkeys(ids, 1_000_000))), "B"),
+    ]
+
+
+def measure_lookup(calls: int) -> tuple[float, float]:
+    """CPU seconds that a lookup of one key and one of 64 keys cost a real shard."""
+    costs = []
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), "256MiB") as server:
+        store, process = GrpcStore(server.address), psutil.Process(server.pid)
+        chunks = [make_chunk(index, tokens=16) for index in range(64)]
+        for manifest, frames in chunks:
+            store.put(manifest, frames)
+        for count in (1, 64):
+            keys = [manifest.key for manifest, _ in chunks[:count]]
+            store.lookup("bench", keys)
+            before = process.cpu_times()
+            for _ in range(calls):
+                store.lookup("bench", keys)
+            after = process.cpu_times()
+            costs.append((after.user + after.system - before.user - before.system) / calls)
+        store.close()
+    return costs[0], costs[1]
+
+
+def zipf_rank(chance: random.Random) -> int:
+    """A chunk's rank: the share of rank r is 1 / r, up to the corpus's size."""
+    return int(math.exp(chance.random() * math.log(CORPUS_CHUNKS)))
+
+
+def ask(ids: list[str], requests: int, chance: random.Random, costs: tuple[float, float]) -> list[Figure]:
+    """Requests whose chunks are looked up at their first owners."""
+    shards = ShardMap(1, tuple(ShardAddress(one, "h:1") for one in ids), REPLICAS)
+    per_key_s = (costs[1] - costs[0]) / 63
+    drawn = [[zipf_rank(chance) for _ in range(CHUNKS_PER_REQUEST)] for _ in range(requests)]
+    asked: list[Counter[str]] = []
+    began_s = time.process_time()
+    for ranks in drawn:
+        owners = shards.owners_of_each([ChunkKey(rank.to_bytes(32, "little")) for rank in set(ranks)])
+        asked.append(Counter(first.shard_id for first, *_ in owners))
+    placement_s = (time.process_time() - began_s) / requests
+    load: Counter[str] = Counter()
+    for parts in asked:
+        for shard, keys in parts.items():
+            load[shard] += (costs[0] + (keys - 1) * per_key_s) * REQUESTS_PER_S / requests
+    added = []
+    for parts in asked:
+        waits = []
+        for shard, keys in parts.items():
+            own_s, busy = costs[0] + (keys - 1) * per_key_s, load[shard]
+            # An M/M/1 queue: the time there is exponential.
+            mean_s = own_s / (1 - busy) if busy < 1 else math.inf
+            waits.append(-math.log(1 - chance.random()) * mean_s)
+        added.append(placement_s + min(LOOKUP_S_MAX, max(waits)))
+    added.sort()
+    p99_ms = 1e3 * added[int(0.99 * len(added))]
+    (_, most), *_ = load.most_common(1)
+    return [
+        Figure("placement_us_per_key", 1e6 * placement_s / CHUNKS_PER_REQUEST, "µs"),
+        Figure("lookup_cpu_ms", 1e3 * costs[0], "ms", detail=f"of 64 keys {1e3 * costs[1]:.2f} ms"),
+        Figure("busiest_shard", most, "cores", detail=f"mean {sum(load.values()) / len(ids):.3f}"),
+        Figure("ttft_added_ms_p50", 1e3 * added[len(added) // 2], "ms"),
+        Figure.at_most("ttft_added_ms_p99", p99_ms, TTFT_BAR_MS, "ms"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="100 shards, fewer requests")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="simulated time of the directory")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
+    arguments = parser.parse_args()
+    shards, requests = (100, 500) if arguments.quick else (SHARDS, 10_000)
+    print(f"seed {arguments.seed}", file=sys.stderr)
+    chance = random.Random(arguments.seed)
+    fleet = Fleet(shards, arguments.seconds, chance)
+    fleet.run()
+    figures = [*fleet.figures(), *follow_erasures(fleet.ids)]
+    values = {one.name: one.value or 0.0 for one in figures}
+    traffic = values["directory_bytes_per_watcher_s"] + values["erasure_bytes_per_shard_s"]
+    figures.append(Figure.at_most("traffic_per_shard_s", traffic, TRAFFIC_BAR, "B/s"))
+    figures += ask(fleet.ids, requests, chance, measure_lookup(200 if arguments.quick else 2000))
+    config = {"seed": arguments.seed, "quick": arguments.quick, "shards": shards, "gateways": GATEWAYS}
+    config |= {"engines": ENGINES, "requests_per_s": REQUESTS_PER_S, "seconds": arguments.seconds}
+    report("scale", config, figures, "scale" if arguments.save else None)
+
+
+if __name__ == "__main__":
+    main()
