@@ -244,6 +244,7 @@ class Simulation:
         self._step = 0
         self._saves: list[tuple[_Asked, asyncio.Future[SaveOutcome]]] = []
         self._erasures: list[_Asked] = []
+        self._residue: list[str] = []
         self._followed = [True] * gateways
 
     async def run(self) -> Judgement:
@@ -284,6 +285,7 @@ class Simulation:
         self._erasures.append(_Asked(self._step, namespace, key))
         self._followed = [other == number and knows for other, knows in enumerate(self._followed)]
         await self._gateways.erasers[number].erase_chunk(namespace, key, namespace)
+        self._find_residue()
 
     async def _follow(self) -> None:
         number = self._chance.randrange(len(self._followed))
@@ -309,6 +311,7 @@ class Simulation:
             self._engine.let_go()
             await asyncio.sleep(0)
         self._shards.exchange()
+        self._find_residue()  # a restart drops what a tombstone covers
         for number in range(SHARDS):  # catalogs, too
             self._shards.stop(number)
             self._shards.start(number)
@@ -317,13 +320,8 @@ class Simulation:
         self._shards.exchange()
 
     def _judge(self) -> Judgement:
-        judgement = Judgement(len(self._erasures), self._shards.erased)
-        for number, shard in self._shards.up.items():
-            for entry in shard.table.entries():
-                address = entry.address
-                saves = [asked for asked, _ in self._saves if (asked.namespace, asked.key) == address]
-                if all(self._is_erased(asked) for asked in saves):
-                    judgement.residue.append(f"{address} in shard {number}")
+        self._find_residue()
+        judgement = Judgement(len(self._erasures), self._shards.erased, self._residue)
         held = {entry.address for shard in self._shards.up.values() for entry in shard.table.entries()}
         for asked, future in self._saves:
             stays = asked.knows and not self._is_erased(asked)
@@ -331,6 +329,15 @@ class Simulation:
             if stays and not is_there:
                 judgement.lost.append(f"{asked} ({future.result()})")
         return judgement
+
+    def _find_residue(self) -> None:
+        """Note the chunks from before an erasure that can be read now."""
+        for number, shard in self._shards.up.items():
+            for entry in shard.table.entries():
+                address = entry.address
+                saves = [asked for asked, _ in self._saves if (asked.namespace, asked.key) == address]
+                if all(self._is_erased(asked) for asked in saves):
+                    self._residue.append(f"{address} in shard {number}")
 
     def _is_erased(self, save: _Asked) -> bool:
         assert save.key is not None
