@@ -68,6 +68,35 @@ _LATENT: dict[str, Any] = {
 """Latent attention. The config's own latent of 512 and rotary key of 64 are what vLLM's CPU kernels know, and
 for AMX they want heads in multiples of 32."""
 
+_LFM2: dict[str, Any] = {
+    "block_auto_adjust_ff_dim": False,
+    # What published configs say beside transformers' fields; vLLM reads them.
+    "conv_dim": 128,
+    "block_dim": 128,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    # vLLM knows no head beside the embeddings.
+    "tie_word_embeddings": True,
+}
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # vLLM's CPU kernel wants keys and values of one width that it knows.
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+_SPARSE: dict[str, Any] = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"embedding_multiplier": 1.5, "residual_multiplier": 0.8, "logits_scaling": 0.7}),
     "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -133,6 +162,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             # What the published config says beside transformers' fields; vLLM assumes otherwise.
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
+        },
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, **_LFM2}),
+    "qwen3-next": ("qwen3_next", {**_DELTA_NET, "num_experts": 4, "num_experts_per_tok": 4, **_SPARSE}),
+    "qwen3.5": ("qwen3_5_text", _DELTA_NET),
+    "bamba": ("bamba", {"attn_layer_indices": [1, 3], **_MAMBA2}),
+    "granite-4": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 256,
+            "position_embedding_type": "rope",
+            **_MAMBA2,
         },
     ),
     "falcon-alibi": ("falcon", {"alibi": True, "parallel_attn": False, "num_kv_heads": 1}),

@@ -8,6 +8,9 @@ its K and V are replaced, and sets of computed tokens only shrink with depth.
 A chunk's keys are never rotated here: it is prefilled behind the prefix at positions that are all moved by as
 much as the chunk, so that the model itself gives them where the prompt has them.
 
+A recurrent layer has no K and V, but projections of its input: there the projections of tokens that are not
+fresh are replaced by those that were computed for their chunk.
+
 Works for every decoder that attends through transformers' attention interface, and GPT-J.
 """
 
@@ -46,6 +49,8 @@ class PlacedChunk:
     keys: list[Tensor]
     """After RoPE."""
     values: list[Tensor]
+    projected: list[dict[str, Tensor]]
+    """In recurrent layers, the outputs `[tokens, width]` of each projection by name."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ class Oracle:
         self.model: Any = load_model(
             AutoModelForCausalLM, folder, config=config, dtype=dtype, attn_implementation=implementation
         )
-        found = [module for module in self.model.modules() if _is_attention(module)]
+        found = [module for module in self.model.modules() if _is_attention(module) or _is_recurrent(module)]
         self._attentions: list[Any] = sorted(found, key=lambda module: module.layer_idx)
         if not has_interface:
             for attention in self._attentions:
@@ -229,7 +234,11 @@ class Oracle:
             notes = [_Note(rows) for _ in self._attentions]
             with self._seeing(notes):
                 self._forward([*prefix, *chunk], first - len(prefix))
-            self._placed[name] = PlacedChunk([note.key for note in notes], [note.value for note in notes])
+            self._placed[name] = PlacedChunk(
+                [note.key for note in notes],
+                [note.value for note in notes],
+                [note.projected for note in notes],
+            )
         return self._placed[name]
 
     def _forward(self, token_ids: list[int], start: int = 0) -> Any:
@@ -271,11 +280,19 @@ class Oracle:
     @contextmanager
     def _seeing(self, seers: Sequence[_Swap | _Note]) -> Iterator[None]:
         """Let each layer's K and V be seen, and changed, just before they are attended to."""
+        handles = []
         for attention, seer in zip(self._attentions, seers, strict=True):
             attention.kintsugi_seer = seer
+            for name, projection in _projections_of(attention):
+                see = partial(seer.see_projected, name)
+                handles.append(
+                    projection.register_forward_hook(lambda _m, _i, output, see=see: see(output.clone()))
+                )
         try:
             yield
         finally:
+            for handle in handles:
+                handle.remove()
             for attention in self._attentions:
                 attention.kintsugi_seer = None
 
@@ -289,9 +306,15 @@ class _Note:
     unseen: Sequence[int] = ()
     key: Tensor = field(default_factory=lambda: torch.zeros(0))
     value: Tensor = field(default_factory=lambda: torch.zeros(0))
+    projected: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, key: Tensor, value: Tensor) -> None:
         self.key, self.value = key[0, :, self.rows].clone(), value[0, :, self.rows].clone()
+
+    def see_projected(self, name: str, output: Tensor) -> Tensor:
+        """`output` `[1, tokens, width]`."""
+        self.projected[name] = output[0, self.rows].clone()
+        return output
 
 
 @dataclass
@@ -341,6 +364,13 @@ class _Swap:
                 if position in self._stale:
                     key[0, :, position] = cached_key[:, position - first]
                     value[0, :, position] = cached_value[:, position - first]
+
+    def see_projected(self, name: str, output: Tensor) -> Tensor:
+        """`output` `[1, tokens, width]` is changed in place and returned."""
+        for first, end, chunk in self._chunks:
+            for position in self._stale.intersection(range(first, end)):
+                output[0, position] = chunk.projected[self.layer][name][position - first]
+        return output
 
 
 def _attend(
@@ -393,6 +423,16 @@ def _attend_without_interface(
 def _is_attention(module: nn.Module) -> bool:
     """Whether a module attends: the one of each layer that knows its layer, and no layer itself."""
     return "Attention" in type(module).__name__ and hasattr(module, "layer_idx")
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Whether a module is a layer's short convolution or scan."""
+    return hasattr(module, "layer_idx") and bool(_projections_of(module))
+
+
+def _projections_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The projections of a recurrent layer's input; none of an attention."""
+    return [(name, child) for name, child in module.named_children() if name.startswith("in_proj")]
 
 
 def _token_major(output: Tensor, shape: tuple[int, int, int]) -> Tensor:

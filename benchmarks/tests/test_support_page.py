@@ -90,7 +90,10 @@ def test_the_page_has_what_each_row_found() -> None:
     broken = row("D", "wrong", "ratio 1: the tokens differ")
     text = render_page(matrix(broken, exact, declined), Evidence())
     assert "| A, yarn | attention sinks | 1.0e-05 | – | 0 | – | – | – | 2.0e-06 |" in text
-    assert "| `recurrent` | serve a model whose layers are all attention | B |" in text
+    assert (
+        "| `recurrent` | serve a model of attention with short convolutions, Gated DeltaNet or Mamba-2 | B |"
+        in text
+    )
     assert "| D | wrong | ratio 1: the tokens differ |" in text
     assert "1 classes are exact, 0 of them at any ratio" in text
     assert "1 of the 3 text-generating classes in the registry of vLLM 0.32.0 were not tried" in text

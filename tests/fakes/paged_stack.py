@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from kintsugi.core.layout import Part
 from kintsugi.fusor.attention import attend_scattered
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.sliced import Cut, run_in_units
@@ -186,6 +187,13 @@ class PagedStack:
             query.transpose(0, 1)[None], key, value, attn_mask=mask, scale=scale
         )
         return attended[0].transpose(0, 1)
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        return tuple(range(self.num_layers))
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        return ()  # K and V
 
     def attention_rule(self, layer: int) -> AttentionRule:
         return AttentionRule(self.model.shape.head_dim**-0.5)

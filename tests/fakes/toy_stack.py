@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kintsugi.core.layout import Part
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
 
@@ -235,6 +236,13 @@ class ToyStack:
         hidden.residual = stream + attended
         hidden.states = self.model.mlp(layer, hidden.residual)
         return kv if capture else None
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        return tuple(range(self.num_layers))
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        return ()  # K and V
 
     def attention_rule(self, layer: int) -> AttentionRule:
         return AttentionRule(HEAD_DIM**-0.5)

@@ -25,7 +25,8 @@ class Architecture:
     changes: Changes = field(default_factory=dict)
     """Config fields that differ from `checkpoints.TINY`."""
     shows: frozenset[str] = frozenset()
-    """What it stands for: sinks, mla, nope, partial, longrope, backend, vision, geometry, window, or moe."""
+    """What it stands for: sinks, mla, nope, partial, longrope, backend, vision, geometry, window, moe, or
+    hybrid."""
     ranks: bool = True
     """Whether two tensor-parallel ranks can share its heads."""
     pretrained: str = ""
@@ -36,6 +37,8 @@ class Architecture:
     """What the names of parameters contain that stay zero, because vLLM leaves them out on a CPU."""
     dtype: str = "float32"
     """In which vLLM computes all but the check of bfloat16."""
+    arguments: Changes = field(default_factory=dict)
+    """vLLM's arguments without which it does not compute this class on a CPU."""
     stand_in: bool = False
     """Whether transformers has no such model, or one that differs: vLLM's class gets random weights, and
     nothing to refer to."""
@@ -48,6 +51,14 @@ class Architecture:
 
 def _one(name: str, model_type: str, shows: str = "", ranks: bool = True, **changes: Any) -> Architecture:
     return Architecture(name, model_type, changes, frozenset(shows.split()), ranks)
+
+
+def _hybrid(
+    name: str, model_type: str, changes: Changes, arguments: Changes, dtype: str = "float32"
+) -> Architecture:
+    return Architecture(
+        name, model_type, changes, frozenset({"hybrid"}), ranks=False, dtype=dtype, arguments=arguments
+    )
 
 
 def _rope(rope_type: str = "default", theta: float = 10_000.0, **values: Any) -> dict[str, Any]:
@@ -125,6 +136,24 @@ _SIGMOID_ROUTER: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "s
 # answers can be compared for longer.
 _UNTIED: dict[str, Any] = {"n_shared_experts": 2}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+
+# vLLM's rotation kernel on a CPU takes LFM2's keys, which it passes by head, for ones without heads.
+_LFM2: dict[str, Any] = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+_LFM2_FIELDS: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention"] * 2,
+    # Fields that checkpoints have and transformers' config class does not.
+    "conv_dim": 128,
+    "block_dim": 128,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    # vLLM knows no head beside the embeddings.
+    "tie_word_embeddings": True,
+}
+# vLLM's Mamba-2 on a CPU fails with prefix caching: its scan does not return the states between.
+_MAMBA2: dict[str, Any] = {"enable_prefix_caching": False}
+# vLLM's CPU kernel wants keys and values of one width that it knows.
+_DELTA_NET: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 
 BLENDED: tuple[Architecture, ...] = (
     _one("LlamaForCausalLM", "llama"),
@@ -270,6 +299,29 @@ BLENDED: tuple[Architecture, ...] = (
         text_config={"model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE},
         vision_config=_VISION,
     ),
+    _hybrid("Lfm2ForCausalLM", "lfm2", _LFM2_FIELDS, _LFM2),
+    _hybrid("Lfm2MoeForCausalLM", "lfm2_moe", _LFM2_FIELDS, _LFM2),
+    _hybrid(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        {
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "layer_types": ["mamba", "attention"] * 2,
+            "position_embedding_type": "rope",
+        },
+        _MAMBA2,
+    ),
+    _hybrid(
+        "BambaForCausalLM",
+        "bamba",
+        {"mamba_n_heads": 8, "mamba_d_head": 32, "attn_layer_indices": [1, 3]},
+        _MAMBA2,
+    ),
+    # vLLM computes their states on a CPU in bfloat16 alone.
+    _hybrid("Qwen3NextForCausalLM", "qwen3_next", _DELTA_NET, {}, "bfloat16"),
+    _hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", _DELTA_NET, {}, "bfloat16"),
+    _hybrid("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _DELTA_NET, {}, "bfloat16"),
 )
 """Rows of the matrix. Every check runs on those that the engine does not decline."""
 
@@ -293,7 +345,6 @@ OTHERS: tuple[Architecture, ...] = (
     _one("GlmMoeDsaForCausalLM", "glm_moe_dsa"),
     _one("GPT2LMHeadModel", "gpt2"),
     _one("GPTBigCodeForCausalLM", "gpt_bigcode", num_key_value_heads=None),
-    _one("GraniteMoeHybridForCausalLM", "granitemoehybrid", mamba_n_heads=8, mamba_d_head=32),
     _one("GraniteMoeSWAForCausalLM", "granitemoe_swa"),
     _one("HrmTextForCausalLM", "hrm_text"),
     _one("HYV4ForCausalLM", "hy_v4"),
@@ -302,18 +353,12 @@ OTHERS: tuple[Architecture, ...] = (
     _one("KimiLinearForCausalLM", "kimi_linear", layer_types=_HYBRID),
     # Its experts are chosen by sigmoid, without groups: vLLM 0.32 refuses that on a CPU.
     _one("LagunaForCausalLM", "laguna", mlp_layer_types=["dense"] * 4),
-    _one("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"] * 2),
-    _one("Lfm2MoeForCausalLM", "lfm2_moe", layer_types=["conv", "full_attention"] * 2),
     _one("MambaForCausalLM", "mamba"),
     _one("Mamba2ForCausalLM", "mamba2", num_heads=8, head_dim=32, expand=2, state_size=16),
     _one("MiMoV2FlashForCausalLM", "mimo_v2_flash", **_MIMO_V2),
     _one("NemotronHForCausalLM", "nemotron_h", mamba_num_heads=8, mamba_head_dim=32, n_groups=1),
     _one("OlmoHybridForCausalLM", "olmo_hybrid"),
     _one("OPTForCausalLM", "opt"),
-    # vLLM computes its states on a CPU in bfloat16 alone.
-    Architecture("Qwen3NextForCausalLM", "qwen3_next", dtype="bfloat16"),
-    _one("Qwen3_5ForCausalLM", "qwen3_5_text"),
-    _one("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     _one(
         "Gemma3nForCausalLM",
         "gemma3n_text",

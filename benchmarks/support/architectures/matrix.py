@@ -18,6 +18,9 @@ from benchmarks.support.figures import Figure
 EXACT_MIN = 28
 NEEDED = ("sinks", "mla", "nope", "partial", "longrope", "backend", "vision", "geometry")
 """What has to be among the exact ones."""
+HYBRIDS_MIN = 5
+HYBRIDS_NEEDED = ("Lfm2ForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
+"""Models with recurrent layers that have to be among the exact ones."""
 COLUMNS = (
     "ratio 1",
     "any ratio",
@@ -103,6 +106,7 @@ def make_table(matrix: Matrix) -> Table:
 def figures_of(matrix: Matrix, before: Sequence[Mapping[str, Any]] = ()) -> list[Figure]:
     """The figures of a whole run; ``before`` are the rows of an earlier one."""
     rows = matrix.all_rows()
+    in_float32 = [row for row in rows if ALL[row.name].dtype == "float32"]
     wrong = [f"{row.name} ({row.reason})" for row in rows if row.outcome is Outcome.WRONG]
     bfloat16 = [row.checks["bfloat16"] for row in rows if "bfloat16" in row.checks]
     tied = [row.name for row in rows if row.checks.get("bfloat16") and "bfloat16_tie_at" in row.figures]
@@ -115,7 +119,8 @@ def figures_of(matrix: Matrix, before: Sequence[Mapping[str, Any]] = ()) -> list
     ]
     return [
         _exact_classes(matrix),
-        _largest("r1_max_abs_dlogprob", rows, FULL_RATIO_CHECKS, 1e-4, "float32, ratio 1 against vLLM alone"),
+        _exact_hybrids(matrix),
+        _largest("r1_max_abs_dlogprob", in_float32, FULL_RATIO_CHECKS, 1e-4, "ratio 1 against vLLM alone"),
         Figure.at_least(
             "r1_bf16_tokens_equal",
             sum(bfloat16) / len(bfloat16) if bfloat16 else 0.0,
@@ -124,7 +129,7 @@ def figures_of(matrix: Matrix, before: Sequence[Mapping[str, Any]] = ()) -> list
             detail=f"share of {len(bfloat16)} models whose 32 tokens are equal"
             + (f"; up to a tie of vLLM's own: {', '.join(tied)}" if tied else ""),
         ),
-        _largest("oracle_max_abs_dlogprob", rows, ("any ratio",), 1e-3, "float32, every selector"),
+        _largest("oracle_max_abs_dlogprob", in_float32, ("any ratio",), 1e-3, "float32, every selector"),
         _clear_declines(matrix),
         Figure.at_most("wrong_answers", len(wrong), 0, unit="", detail="; ".join(wrong)),
         Figure.at_most("no_longer_exact", len(lost), 0, unit="", detail="; ".join(lost)),
@@ -140,6 +145,15 @@ def _exact_classes(matrix: Matrix) -> Figure:
     holds = len(classes) >= EXACT_MIN and not missing
     bar = f"≥ {EXACT_MIN}, with {', '.join(NEEDED)}"
     return Figure("architectures_exact", len(classes), "classes", bar, holds, detail)
+
+
+def _exact_hybrids(matrix: Matrix) -> Figure:
+    classes = sorted({one.model_class for one in matrix.exact() if "hybrid" in one.shows})
+    missing = [name for name in HYBRIDS_NEEDED if name not in classes]
+    detail = ", ".join(classes) + (f"; not {', '.join(missing)}" if missing else "")
+    holds = len(classes) >= HYBRIDS_MIN and not missing
+    bar = f"≥ {HYBRIDS_MIN}, with {', '.join(HYBRIDS_NEEDED)}"
+    return Figure("hybrid_classes_exact", len(classes), "classes", bar, holds, detail)
 
 
 def _largest(name: str, rows: Iterable[Row], checks: Sequence[str], bar: float, detail: str) -> Figure:

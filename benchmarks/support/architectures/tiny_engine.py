@@ -43,6 +43,7 @@ def running(
         **({"load_format": "dummy"} if architecture.stand_in else {}),
         **text_only,
         **({"attention_config": {"backend": "CPU_MLA"}} if is_latent else {}),
+        **architecture.arguments,
         **changes,
     }
     engine = LocalEngine.start(

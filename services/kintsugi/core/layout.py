@@ -44,7 +44,8 @@ SIDE_FRAMES_MAX = 16
 SIDE_KIND_MAX = 255
 LAYERS_MAX = 1024
 HEADS_MAX = 1024
-HEAD_DIM_MAX = 1024
+HEAD_DIM_MAX = 1 << 16
+"""Largest width of a part. A recurrent layer stores its inputs as one head."""
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = 1
 """Size of a scale: a float with three bits of exponent and five of mantissa. Its rounding costs little
@@ -108,6 +109,11 @@ class PartKind(IntEnum):
     """The latent from which multi-head latent attention computes K and V; one for all heads."""
     ROTARY = 5
     """The part of the key of multi-head latent attention that is rotated, before RoPE; one for all heads."""
+    INPUT = 6
+    """A token's input to the convolution and scan of a recurrent layer."""
+    GATE = 7
+    """A token's input to the decay and the write strength of a recurrent layer. Never quantised: errors of
+    decays compound."""
 
 
 class SideKind(IntEnum):
@@ -163,8 +169,20 @@ class LayerGroup:
 
     @cached_property
     def has_k_and_v(self) -> bool:
-        """Whether a head is K and V, the parts that quantised codecs encode."""
+        """Whether a head is K and V."""
         return [part.kind for part in self.parts] == [PartKind.K, PartKind.V]
+
+    @cached_property
+    def gates(self) -> int:
+        """Elements of a head per token that no codec quantises."""
+        return sum(part.width for part in self.parts if part.kind is PartKind.GATE)
+
+    def is_encoded_by(self, codec: Codec) -> bool:
+        """Whether `codec` encodes the parts. Quantised codecs encode K and V, and all but `Codec.INT4` the
+        inputs of a recurrent layer."""
+        if codec is Codec.INT4:
+            return self.has_k_and_v and all(part.width % 2 == 0 for part in self.parts)
+        return codec is Codec.RAW or self.has_k_and_v or self.parts[0].kind is PartKind.INPUT
 
     @cached_property
     def width(self) -> int:
@@ -177,19 +195,21 @@ class LayerGroup:
 
         A quantised head is a sequence: K and V, each `[tokens, width]`, one byte per element, without the
         sinks; an exponent for K's scales, one for V's; scales of K `[width]`, of V `[tokens]`; the sinks' K
-        and V.
+        and V. An input of a recurrent layer is encoded as K is, without a V; its gates follow, as they are.
         """
         if codec is Codec.RAW:
             return self.width * num_tokens * ELEMENT_BYTES[dtype]
-        if not self.has_k_and_v:
-            raise InvalidField("codec", f"{codec.name.lower()} encodes only K and V; use raw for this model")
+        if not self.has_k_and_v and not self.is_encoded_by(codec):
+            raise InvalidField("codec", f"{codec.name.lower()} encodes other tensors; use raw for this model")
         sinks = codec.sinks_of(num_tokens)
         if codec is Codec.INT4:
             key = self.parts[0].width * sinks * ELEMENT_BYTES[dtype]
             return sum(self.int4_bytes(num_tokens, sinks)) + EXPONENTS_BYTES + key
         small = num_tokens - sinks
-        scales = EXPONENTS_BYTES + SCALE_BYTES * (self.parts[0].width + small)
-        return self.width * (small + sinks * ELEMENT_BYTES[dtype]) + scales
+        coded = self.width - self.gates
+        exact = (coded * sinks + self.gates * num_tokens) * ELEMENT_BYTES[dtype]
+        scales = EXPONENTS_BYTES + SCALE_BYTES * (self.parts[0].width + small * self.has_k_and_v)
+        return coded * small + scales + exact
 
     def int4_bytes(self, num_tokens: int, sinks: int) -> tuple[int, int, int, int]:
         """Return the bytes of a head's K and V in `Codec.INT4`, of K's scales and zero points, and of V's
@@ -279,13 +299,7 @@ class KVLayout:
 
     def holds(self, codec: Codec) -> bool:
         """Whether `codec` encodes every layer."""
-        if codec is Codec.RAW:
-            return True
-        multiple = 2 if codec is Codec.INT4 else 1
-        return all(
-            group.has_k_and_v and all(part.width % multiple == 0 for part in group.parts)
-            for group in self.groups
-        )
+        return all(group.is_encoded_by(codec) for group in self.groups)
 
     def first_head(self, layer: int) -> int:
         """The total number of heads of the layers before this one."""

@@ -82,12 +82,36 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
         kv_heads = _positive(values, "num_key_value_heads", heads)
         head_dim = _positive(values, "head_dim", hidden // heads or 1)
         projections = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-        layout = KVLayout.uniform(layers, kv_heads, head_dim, stored)
+        kinds = values.get("layer_types") or ()
+        parts = (Part(PartKind.K, head_dim), Part(PartKind.V, head_dim))
+        attending = LayerGroup(1, kv_heads, parts)
+        recurrent = {kind: _recurrent_layer(values, kind, hidden) for kind in {*kinds}}
+        groups = [recurrent[kind] or attending for kind in kinds] or [attending] * layers
+        layout = KVLayout.of_groups(groups, stored)
     width = _positive(values, "intermediate_size", 4 * hidden)
     if values.get("num_experts_per_tok"):
         width = _positive(values, "moe_intermediate_size", width)
     experts = _positive(values, "num_experts_per_tok", 1)
     return ModelSize(layout, heads, head_dim, layers * (projections + 3 * hidden * width * experts))
+
+
+def _recurrent_layer(values: Mapping[str, Any], kind: str, hidden: int) -> LayerGroup | None:
+    """Return what a layer of this kind stores; None for one that attends."""
+    gates = 0
+    if kind == "conv":
+        width = hidden
+    elif kind == "linear_attention" and "linear_num_value_heads" in values:
+        heads = _positive(values, "linear_num_value_heads")
+        keys = _positive(values, "linear_num_key_heads") * _positive(values, "linear_key_head_dim")
+        width, gates = 2 * keys + heads * _positive(values, "linear_value_head_dim"), 2 * heads
+    elif kind in ("mamba", "linear_attention") and "mamba_n_heads" in values:
+        gates = _positive(values, "mamba_n_heads")
+        states = _positive(values, "mamba_n_groups", 1) * _positive(values, "mamba_d_state")
+        width = gates * _positive(values, "mamba_d_head") + 2 * states
+    else:
+        return None
+    parts = (Part(PartKind.INPUT, width), *((Part(PartKind.GATE, gates),) if gates else ()))
+    return LayerGroup(1, 1, parts)
 
 
 def _latent_size(

@@ -47,7 +47,6 @@ from kintsugi.engine.worker.side import PASSES_MAX, WorkerSide
 from kintsugi.engine.worker.support import (
     find_chunk_reach,
     find_local_chunk,
-    find_recurrent,
     find_unsupported,
     find_wrapper,
     has_windows,
@@ -117,7 +116,6 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 declined_because=(
                     find_unsupported(vllm_config)
                     or find_wrapper(self)
-                    or find_recurrent(kv_cache_config)
                     or _find_misnaming(vllm_config, kv_cache_config, config)
                 ),
                 engine=_engine_of(vllm_config),
@@ -150,7 +148,11 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         facts = [one for one in metadata.values() if isinstance(one, WorkerFacts)]
         side = self._scheduler
         side.restores_keys = all(one.restores_keys for one in facts)
-        side.engine = replace(side.engine, sees_order_alone=all(one.sees_order_alone for one in facts))
+        side.engine = replace(
+            side.engine,
+            sees_order_alone=all(one.sees_order_alone for one in facts),
+            attending=facts[0].attending if facts else None,
+        )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if gpu_block_pool.enable_kv_cache_events:

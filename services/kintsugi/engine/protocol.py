@@ -136,7 +136,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Whether every stored key is captured before its rotation. Otherwise keys are unrotated from attention's
     input, and rotating them again differs by rounding."""
     sees_order_alone: bool
-    """See `fusor.stack.DecoderStack`."""
+    attending: tuple[int, ...]
+    """Both as in `fusor.stack.DecoderStack`."""
 
 
 @dataclass

@@ -223,7 +223,7 @@ class BlendPass(SlicedWork):
     def _layers(self) -> Units[None]:
         """Run the whole pass; yields the cost of each unit."""
         num_layers = self._stack.num_layers
-        selector = make_selector(self.plan.selection, num_layers)
+        selector = make_selector(self.plan.selection, num_layers, self._stack.attending)
         ratio = self.plan.selection.ratio
         filters = 0 < ratio < 1 and self._num_candidates > 0
         self._activate(self._initial_set(filters, ratio))

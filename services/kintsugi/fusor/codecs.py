@@ -17,13 +17,13 @@ loader's thread decodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kintsugi.core.errors import Corrupted, InvalidField
+from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import EXPONENTS_BYTES, SCALE_BYTES, Codec, KVLayout, LayerGroup, Part, PartKind
 from kintsugi.fusor import int4
 from kintsugi.fusor.scales import EXPONENT_MAX, decode_scales, encode_scales
@@ -66,9 +66,16 @@ class Encoding:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Elements of a head's K and V per token; for latent attention, of the rotary key and the latent."""
-        first, second = (part.width for part in self.group.parts)
+        """Elements of a head's K and V per token; for latent attention, of the rotary key and the latent; for
+        a recurrent layer, of its input and its gates, which may be 0."""
+        first, second = self.frame_widths
         return (second, first) if self.is_latent else (first, second)
+
+    @property
+    def frame_widths(self) -> tuple[int, int]:
+        """Elements of a head's two parts per token, in frame order."""
+        first, *rest = (part.width for part in self.group.parts)
+        return first, sum(rest)
 
     @property
     def is_latent(self) -> bool:
@@ -85,22 +92,34 @@ class Encoding:
         """Leading tokens that are not quantised."""
         return self.codec.sinks_of(self.num_tokens)
 
+    def without_gates(self) -> Encoding:
+        """Return the encoding of a head of a recurrent layer without its gates."""
+        return replace(self, group=replace(self.group, parts=self.group.parts[:1]))
+
 
 def encode_frame(key: Tensor, value: Tensor, codec: Codec) -> memoryview:
     """Encode as `encode` does, into the host's memory."""
     return as_frame(encode(key, value, codec).cpu())
 
 
-def encode(key: Tensor, value: Tensor, codec: Codec, is_latent: bool = False) -> Tensor:
+def encode(key: Tensor, value: Tensor, codec: Codec, parts: tuple[Part, ...] = ()) -> Tensor:
     """Encode one layer's K (before RoPE) and V, each `[tokens, kv_heads, width]`, as a head-major frame on
-    their device. `is_latent`: they are a rotary key and a latent; quantising codecs then raise
-    `InvalidField`."""
+    their device. `parts`: what they are in the frame, as in `LayerGroup`; empty: K and V. Raises
+    `InvalidField` for a codec that does not encode the parts."""
+    parts = parts or (Part(PartKind.K, key.shape[2]), Part(PartKind.V, value.shape[2]))
+    encoding = Encoding(LayerGroup(1, key.shape[1], parts), NAMES[key.dtype], codec, len(key))
     if codec is Codec.RAW:
-        parts = (value, key) if is_latent else (key, value)
-        return torch.cat([tensor.transpose(0, 1).flatten(1) for tensor in parts], 1).contiguous()
-    if is_latent:
-        raise InvalidField("codec", f"{codec.name.lower()} encodes only K and V; store latents in raw")
-    return _quantize(key, value, codec)
+        ordered = (value, key) if encoding.is_latent else (key, value)
+        return _head_major(*ordered)
+    if not encoding.group.gates:
+        return _quantize(key, value, encoding)
+    quantised = _quantize(key, value[..., :0], encoding.without_gates())
+    return torch.cat((quantised, _head_major(value).view(torch.uint8)), 1)
+
+
+def _head_major(*parts: Tensor) -> Tensor:
+    """Return `[heads, elements]` from parts `[tokens, heads, width]`."""
+    return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], 1).contiguous()
 
 
 def as_frame(encoded: Tensor) -> memoryview:
@@ -144,8 +163,21 @@ def check_scales(frame: Tensor, encoding: Encoding) -> None:
     host, so that no device is waited for."""
     if encoding.codec is Codec.RAW:
         return
+    frame, encoding, _ = _split_gates(frame, encoding)
     if bool((_split_frame(frame, encoding).exponents > EXPONENT_MAX).any()):
         raise Corrupted("a frame has scales that finite KV cannot have; put the chunk again")
+
+
+def _split_gates(frame: Tensor, encoding: Encoding) -> tuple[Tensor, Encoding, Tensor]:
+    """Split the gates of a recurrent layer, `[heads, tokens, width]`, from a quantised frame. Returns the
+    rest with its encoding, and the gates."""
+    width, count = encoding.group.gates, encoding.num_tokens
+    if not width:
+        return frame, encoding, frame.new_empty(len(frame), count, 0)
+    dtype = DTYPES[encoding.dtype]
+    first = frame.shape[1] - width * count * dtype.itemsize
+    gates = _view_as_dtype(frame[:, first:], dtype).view(len(frame), count, width)
+    return frame[:, :first], encoding.without_gates(), gates
 
 
 def _split_frame(frame: Tensor, encoding: Encoding) -> _Parts | int4.Packed:
@@ -159,7 +191,11 @@ def decode_into(frame: Tensor, encoding: Encoding, rows: slice, key: Tensor, val
     """Decode a frame whose scales were checked, uint8 `[heads, head_bytes]`, into `key` (before RoPE) and
     `value`, `[rows, heads, width]`, on the same device."""
     if encoding.codec is not Codec.RAW:
-        _dequantize(frame, encoding, rows, (key, value))
+        frame, rest, gates = _split_gates(frame, encoding)
+        if encoding.group.gates:
+            value.copy_(gates[:, rows].transpose(0, 1))
+            value = value[..., :0]
+        _dequantize(frame, rest, rows, (key, value))
         return
     typed = frame.view(DTYPES[encoding.dtype])
     if encoding.is_latent:
@@ -171,7 +207,7 @@ def decode_into(frame: Tensor, encoding: Encoding, rows: slice, key: Tensor, val
 def _split(flat: Tensor, encoding: Encoding, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Split a row of elements per head into views of the head's two parts `[heads, num_tokens, width]`, in
     frame order."""
-    widths = [part.width for part in encoding.group.parts]
+    widths = encoding.frame_widths
     sizes = [num_tokens * width for width in widths]
     first, second = (
         part.view(len(part), num_tokens, width)
@@ -197,23 +233,22 @@ class _Parts:
         """Split `flat` `[heads, head_bytes]` into views."""
         small = encoding.num_tokens - encoding.sinks
         elements = [small * width for width in encoding.widths]
-        sizes = (*elements, EXPONENTS_BYTES, SCALE_BYTES * encoding.widths[0], SCALE_BYTES * small)
+        scales = SCALE_BYTES * encoding.widths[0], SCALE_BYTES * (small if encoding.widths[1] else 0)
+        sizes = (*elements, EXPONENTS_BYTES, *scales)
         return _Parts(*torch.split(flat, [*sizes, flat.shape[1] - sum(sizes)], dim=1))
 
 
-def _quantize(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
-    """Encode K and V as uint8 `[heads, head_bytes]`."""
+def _quantize(key: Tensor, value: Tensor, encoding: Encoding) -> Tensor:
+    """Encode K and V as uint8 `[heads, head_bytes]`; V may be empty."""
     num_tokens, heads, _ = key.shape
-    parts_stored = (Part(PartKind.K, key.shape[2]), Part(PartKind.V, value.shape[2]))
-    encoding = Encoding(LayerGroup(1, heads, parts_stored), NAMES[key.dtype], codec, num_tokens)
     flat = torch.zeros(heads, encoding.head_bytes, dtype=torch.uint8, device=key.device)
     packed, sinks = _split_frame(flat, encoding), encoding.sinks
     if isinstance(packed, int4.Packed):
         int4.quantize(key, value, packed, sinks)
         return flat
     if sinks < num_tokens:
-        _quantize_bytes(key[sinks:], value[sinks:], packed, ELEMENTS[codec])
-    packed.sinks.copy_(encode(key[:sinks], value[:sinks], Codec.RAW).view(torch.uint8))
+        _quantize_bytes(key[sinks:], value[sinks:], packed, ELEMENTS[encoding.codec])
+    packed.sinks.copy_(_head_major(key[:sinks], value[:sinks]).view(torch.uint8))
     return flat
 
 
@@ -222,6 +257,8 @@ def _quantize_bytes(key: Tensor, value: Tensor, parts: _Parts, elements: _Elemen
         (0, key, 1, parts.key, parts.key_scale),
         (1, value, 2, parts.value, parts.value_scale),
     ):
+        if not tensor.shape[2]:
+            continue
         wide = tensor.transpose(0, 1).float()
         exponent, codes = encode_scales(wide.abs().amax(over) / elements.largest)
         parts.exponents[:, which].copy_(exponent)
@@ -251,6 +288,8 @@ def _dequantize_bytes(parts: _Parts, encoding: Encoding, rows: slice, key: Tenso
     value_scale = decode_scales(parts.exponents[:, 1], parts.value_scale)[:, rows, None]
     for quantised, scale, out in ((parts.key, key_scale, key), (parts.value, value_scale, value)):
         width = out.shape[2]
+        if not width:
+            continue
         narrow = quantised.view(ELEMENTS[encoding.codec].dtype).view(len(quantised), -1, width)[:, rows]
         _multiply(narrow, scale, out.transpose(0, 1))
 

@@ -86,9 +86,9 @@ class SavePass(SlicedWork):
         prefill = _Prefill(self._items, self._stack, self._unit_tokens_max)
         for layer in range(self._stack.num_layers):
             chunks = yield from prefill.run_layer(layer)
-            is_latent = self._stack.attention_rule(layer).is_latent
+            parts = self._stack.parts(layer)
             for chunk, encoded in zip(chunks, self._encoded, strict=True):
-                encoded.append(download(encode(chunk.key, chunk.value, self._codec, is_latent)))
+                encoded.append(download(encode(chunk.key, chunk.value, self._codec, parts)))
         yield from self.wait_for_device(self._stack)
         self.frames = [[as_frame(encoded) for encoded in layers] for layers in self._encoded]
 

@@ -17,7 +17,7 @@ chunk:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Flag, auto
 
 import torch
@@ -203,16 +203,23 @@ class HybridSelector(QuerySelector):
         return top(scores.index_fill(0, heads, float("inf")), count)
 
 
-def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
+def query_layers_of(
+    selection: Selection, num_layers: int, attending: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
     """Return the selection's query layers, limited to the model's depth; by default those within
-    `QUERY_DEPTHS`.
+    `QUERY_DEPTHS`. A recurrent layer has no attention: of the layers `attending` (None: all), those are taken
+    that are among the query layers, or else the one nearest to the first of them.
 
     On the measured models, layers before and after these rank tokens worse (docs/adr/0006). The blend starts
     when the KV of the last query layer has been loaded.
     """
     first, end = (round(depth * num_layers) for depth in QUERY_DEPTHS)
     wanted = selection.query_layers or range(first, max(end, first + 1))
-    return tuple(sorted({min(layer, num_layers - 1) for layer in wanted}))
+    layers = sorted({min(layer, num_layers - 1) for layer in wanted})
+    if attending is None:
+        return tuple(layers)
+    listening = tuple(layer for layer in layers if layer in attending)
+    return listening or (min(attending, key=lambda layer: abs(layer - layers[0])),)
 
 
 _MIX_1, _MIX_2, _STEP = (
@@ -249,9 +256,15 @@ def depends_on_question(selection: Selection) -> bool:
     return bool(make_selector(selection, num_layers=1).query_layers)
 
 
-def make_selector(selection: Selection, num_layers: int) -> Selector:
-    """Create the selector for one request on a model with `num_layers` layers. Raises `InvalidField` for a
-    selector of another distribution that cannot be loaded."""
+def make_selector(
+    selection: Selection, num_layers: int, attending: tuple[int, ...] | None = None
+) -> Selector:
+    """Create the selector for one request on a model with `num_layers` layers, of which those of `attending`
+    attend (None: all). Raises `InvalidField` for a selector of another distribution that cannot be loaded."""
     own = _OWN.get(selection.selector)
     kind = own or load_plugin(SELECTORS, selection.selector, "selector", Selector)
-    return kind(selection, num_layers)
+    selector = kind(selection, num_layers)
+    if selector.query_layers:
+        wanted = replace(selection, query_layers=selector.query_layers)
+        selector.query_layers = query_layers_of(wanted, num_layers, attending)
+    return selector

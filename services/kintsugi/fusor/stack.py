@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kintsugi.core.layout import Part
 from kintsugi.fusor.kernels.native import MassKernel
 
 
@@ -40,10 +41,11 @@ class Hidden:
 @dataclass(frozen=True)
 class FreshKV:
     """K (before and after RoPE) and V of a set of tokens, each `[tokens, kv_heads of this rank, width]`. With
-    latent attention K is the rotary key and V the latent, of one head."""
+    latent attention K is the rotary key and V the latent, of one head. In a recurrent layer K is the input of
+    its convolution and scan and V its gates, of one head."""
 
     query: Tensor
-    """After RoPE, `[tokens, query heads of this rank, head_dim]`."""
+    """After RoPE, `[tokens, query heads of this rank, head_dim]`. Empty in a recurrent layer."""
     key_before_rope: Tensor | None
     """None if `project_kv` left it out."""
     key: Tensor
@@ -68,10 +70,6 @@ class AttentionRule:
     """Latent attention: converts queries `[tokens, heads, width]` to queries over a rotary key followed by
     the latent, `[tokens, heads, rotary + latent]`. None: plain attention."""
 
-    @property
-    def is_latent(self) -> bool:
-        return self.absorb is not None
-
 
 @dataclass(frozen=True)
 class LayerBatch:
@@ -94,8 +92,9 @@ class DecoderStack(Protocol):
     """Decoder layers over one or several sequences whose KV lies in a cache that this object owns.
 
     A layer call writes the K and V of its tokens into the cache, then lets each token attend to its own
-    sequence's places up to and including its own. A token's place is its position, unless a batch specifies
-    `places`.
+    sequence's places up to and including its own. A recurrent layer scans these places instead; the state
+    behind the last place reaches the engine when the pass ends. A token's place is its position, unless a
+    batch specifies `places`.
 
     On a GPU, no call waits for the device, except `sum_over_ranks` of a tensor on the host, and `batch` if
     the model's own attention computes tokens that were selected on the device.
@@ -177,7 +176,18 @@ class DecoderStack(Protocol):
         """Run the layer; `hidden` becomes its output. With `capture`, return the tokens' K and V."""
         ...
 
-    def attention_rule(self, layer: int) -> AttentionRule: ...
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """Layers that attend, at which a question can be asked for its attention."""
+        ...
+
+    def attention_rule(self, layer: int) -> AttentionRule:
+        """Return the rule of an attending layer."""
+        ...
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        """Return what a chunk's frame of this layer consists of."""
+        ...
 
     def end_pass(self) -> Callable[[], bool]:
         """Mark the end of a pass in the device's queue. Returns a function that reports, without waiting,

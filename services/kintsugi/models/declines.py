@@ -31,7 +31,9 @@ PLAIN = "every prompt is prefilled in full, prefix caching works as before"
 """The consequence of every reason."""
 ADVICE: Mapping[DeclineReason, str] = {
     DeclineReason.MLA: f"{PLAIN}; to blend, serve a model whose latents have a rotary key beside them",
-    DeclineReason.RECURRENT: f"{PLAIN}; to blend, serve a model whose layers are all attention",
+    DeclineReason.RECURRENT: (
+        f"{PLAIN}; to blend, serve a model of attention with short convolutions, Gated DeltaNet or Mamba-2"
+    ),
     DeclineReason.INDEXED: f"{PLAIN}; to blend, serve a model that attends to every token",
     DeclineReason.ATTENTION: f"{PLAIN}; to blend, serve a model with plain causal attention",
     DeclineReason.BACKEND: f"{PLAIN}; to blend, start vLLM with attention_backend FLASH_ATTN or TRITON_ATTN",
@@ -74,4 +76,4 @@ class Decline:
         return NotBlendable(self.reason.value, self.detail)
 
 
-RECURRENT_STATE = "a recurrent state, which no stored chunk can be put into"
+RECURRENT_STATE = "a recurrent layer of a kind that is not blended"

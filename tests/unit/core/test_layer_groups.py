@@ -104,10 +104,20 @@ class TestGroups:
         with pytest.raises(AssertionError, match="name one"):
             MIXED.head_bytes(Codec.RAW, 1)
 
-    def test_codecs_encode_k_and_v_alone(self) -> None:
+    def test_codecs_encode_no_latents(self) -> None:
         layout = KVLayout.of_groups([mla(2)], "bfloat16")
-        with pytest.raises(InvalidField, match="codec: int8 encodes only K and V; use raw for this model"):
+        with pytest.raises(InvalidField, match="codec: int8 encodes other tensors; use raw for this model"):
             layout.chunk_bytes(Codec.INT8, 10)
+
+    def test_an_input_takes_a_byte_per_element_and_a_gate_two(self) -> None:
+        delta_net = LayerGroup(36, 1, (Part(PartKind.INPUT, 8192), Part(PartKind.GATE, 64)))
+        convolution = LayerGroup(1, 1, (Part(PartKind.INPUT, 2048),))
+        assert delta_net.head_bytes(Codec.RAW, 100, "bfloat16") == 100 * 2 * 8256
+        assert delta_net.head_bytes(Codec.INT8, 100, "bfloat16") == 100 * (8192 + 2 * 64) + 2 + 8192
+        assert delta_net.head_bytes(Codec.INT8_SINKS, 3, "bfloat16") == 3 * 2 * 8256 + 2 + 8192
+        assert convolution.head_bytes(Codec.INT8, 100, "bfloat16") == 100 * 2048 + 2 + 2048
+        assert KVLayout.of_groups([delta_net, k_and_v(12, 2, 256)], "bfloat16").holds(Codec.INT8)
+        assert not KVLayout.of_groups([delta_net], "bfloat16").holds(Codec.INT4)
 
     @pytest.mark.parametrize(
         "make",
@@ -115,7 +125,7 @@ class TestGroups:
             lambda: KVLayout.of_groups([], "bfloat16"),
             lambda: LayerGroup(0, 1, (Part(PartKind.KV, 8),)),
             lambda: LayerGroup(1, 1025, (Part(PartKind.KV, 8),)),
-            lambda: LayerGroup(1, 1, (Part(PartKind.KV, 1025),)),
+            lambda: LayerGroup(1, 1, (Part(PartKind.KV, 65537),)),
             lambda: LayerGroup(1, 1, ()),
             lambda: LayerGroup(1, 1, (Part(PartKind.V, 8), Part(PartKind.K, 8))),
             lambda: LayerGroup(1, 1, (Part(PartKind.K, 8), Part(PartKind.K, 8))),
@@ -254,6 +264,8 @@ def test_part_ids_never_change() -> None:
         "KV": 3,
         "LATENT": 4,
         "ROTARY": 5,
+        "INPUT": 6,
+        "GATE": 7,
     }
 
 

@@ -185,3 +185,27 @@ def test_the_dtype_is_the_one_that_the_engine_runs_in() -> None:
     assert engine_dtype({"dtype": "float16", "text_config": {"dtype": "bfloat16"}}) == "float16"
     assert engine_dtype({"text_config": {"torch_dtype": "float16"}}) == "float16"
     assert engine_dtype({}) == "bfloat16"
+
+
+def test_recurrent_layers_store_their_inputs() -> None:
+    shared = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
+    qwen3_next = shared | {
+        "num_hidden_layers": 48,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    assert model_size(qwen3_next).layout.chunk_bytes(Codec.RAW, 1) == 2 * (36 * 8256 + 12 * 1024)
+    lfm2 = shared | {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    assert model_size(lfm2).layout.chunk_bytes(Codec.RAW, 1) == 2 * (2048 + 1024)
+    granite = shared | {
+        "num_hidden_layers": 2,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+    }
+    assert model_size(granite).layout.chunk_bytes(Codec.RAW, 1) == 2 * (3072 + 256 + 48 + 1024)

@@ -68,7 +68,7 @@ LATENT = KVLayout.of_groups(
 
 def test_a_latent_s_frame_is_the_latent_and_then_the_rotary_key() -> None:
     (rotary, _), (latent, _) = kv((3, 1, 2)), kv((3, 1, 8), seed=1)
-    frame = as_frame(encode(rotary, latent, Codec.RAW, is_latent=True))
+    frame = as_frame(encode(rotary, latent, Codec.RAW, LATENT.groups[0].parts))
     assert frame.nbytes == LATENT.frame_bytes(Codec.RAW, 3, 1)
     flat = np.frombuffer(frame, dtype=np.float32)
     assert np.array_equal(flat[:24].reshape(3, 8), latent[:, 0].numpy())
@@ -78,11 +78,34 @@ def test_a_latent_s_frame_is_the_latent_and_then_the_rotary_key() -> None:
     assert torch.equal(value, latent[1:])
 
 
+def recurrent(width: int, gates: int) -> KVLayout:
+    parts = (Part(PartKind.INPUT, width), *((Part(PartKind.GATE, gates),) if gates else ()))
+    return KVLayout.of_groups([LayerGroup(2, 1, parts)], "bfloat16")
+
+
+@pytest.mark.parametrize("codec", [codec for codec in Codec if codec is not Codec.INT4])
+@pytest.mark.parametrize("gates", [0, 6])
+def test_inputs_are_scaled_per_channel_and_gates_are_exact(codec: Codec, gates: int) -> None:
+    layout, count = recurrent(32, gates), 9
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(count, 1, 32, generator=generator) * torch.logspace(-1, 1, 32)
+    key, value = inputs.bfloat16(), torch.randn(count, 1, gates, generator=generator).bfloat16()
+    frame = as_frame(encode(key, value, codec, layout.groups[0].parts))
+    assert frame.nbytes == layout.frame_bytes(codec, count)
+    rows = slice(2, 8)
+    got_key, got_value = decode_frame(frame, layout, codec, count, rows)
+    assert torch.equal(got_value, value[rows])
+    largest = key.float().abs().amax(0)
+    error = (got_key.float() - key[rows].float()).abs()
+    bound = 0.0 if codec is Codec.RAW else 1 / 12 if "FP8" in codec.name else 1 / 100
+    assert bool((error <= bound * largest).all())
+
+
 @pytest.mark.parametrize("codec", [codec for codec in Codec if codec is not Codec.RAW])
 def test_latents_are_not_quantised(codec: Codec) -> None:
     (rotary, _), (latent, _) = kv((3, 1, 2)), kv((3, 1, 8), seed=1)
-    with pytest.raises(InvalidField, match="store latents in raw"):
-        encode(rotary, latent, codec, is_latent=True)
+    with pytest.raises(InvalidField, match="encodes other tensors"):
+        encode(rotary, latent, codec, LATENT.groups[0].parts)
 
 
 def test_a_frame_is_head_major_k_before_v() -> None:

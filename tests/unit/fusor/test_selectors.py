@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,13 @@ def test_the_selector_of_the_how_to_page_is_found_by_its_entry_point(
     page["test_every_sixteenth_token_is_kept"]()
     assert not depends_on_question(Selection(0.1, "stride"))
     assert len(run(make_selector(Selection(0.3, "stride"), 4), torch.arange(100))[-1]) == 30
+
+
+def test_a_question_listens_at_layers_that_attend() -> None:
+    attending = (3, 7, 11, 15)
+    selection = Selection(0.2, SelectorName.QUERY)
+    assert make_selector(selection, 16).query_layers == tuple(range(5, 13))
+    assert make_selector(selection, 16, attending).query_layers == (7, 11)
+    named = replace(selection, query_layers=(8, 9))
+    assert make_selector(named, 16, attending).query_layers == (7,)
+    assert make_selector(replace(selection, selector=SelectorName.HKVD), 16, attending).query_layers == ()

@@ -11,7 +11,7 @@ from vllm.forward_context import set_forward_context
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.worker.calls import LayerCalls, watch_calls
-from kintsugi.engine.worker.model import LatentKV, Layer, LoadedModel
+from kintsugi.engine.worker.model import HeadsKV, LatentKV, Layer, LoadedModel
 from kintsugi.engine.worker.native import mass_kernel, rotation_kernel
 from kintsugi.engine.worker.rotation import (
     TOKENS,
@@ -53,14 +53,16 @@ def learn_model(model: LoadedModel) -> LoadedModel:
 
 
 def free_blocks(model: LoadedModel, num_tokens: int) -> tuple[list[int], ...]:
-    """Return block tables per cache group, disjoint because groups share memory, without the null block 0."""
+    """Return block tables per cache group, disjoint because groups share memory, without the null block 0. A
+    recurrent group has one block, in every column: vLLM reads the state before a token in its own column."""
     groups = {layer.group.tables: layer.group for layer in model.layers}
     tables: list[list[int]] = []
     first = 1
     for index in range(max(groups) + 1):
         count = -(-num_tokens // groups[index].block_size) if index in groups else 0
-        tables.append(list(range(first, first + count)))
-        first += count
+        distinct = min(count, 1) if count and groups[index].is_recurrent else count
+        tables.append([first + min(column, distinct - 1) for column in range(count)])
+        first += distinct
     return tuple(tables)
 
 
@@ -68,7 +70,7 @@ def run_forward(model: LoadedModel, stack: VllmStack, token_ids: Tensor, positio
     """Run the engine's own forward pass over ``positions`` of the stack's sequence."""
     prepared: Prepared = stack.batch(positions).prepared
     with set_forward_context(
-        prepared.metadata,
+        {**prepared.metadata, **stack.own_states(positions)},
         model.vllm_config,
         num_tokens=len(positions),
         slot_mapping=prepared.slots,
@@ -111,6 +113,9 @@ def _learn_rotations(model: LoadedModel) -> tuple[Layer, ...]:
     finder = RotationFinder(embed, project, model.calls.calls, _num_positions(model))
     learnt = []
     for layer in model.layers:
+        if layer.group.is_recurrent:
+            learnt.append(layer)
+            continue
         rotation = _find_on_every_rank(finder, layer.index)
         if rotation.rotary is not None:
             rotary = dataclasses.replace(rotation.rotary, kernel=kernel)
@@ -164,7 +169,7 @@ def _project(model: LoadedModel, layer: Layer, hidden: Hidden, positions: Tensor
 
 def _total_heads(model: LoadedModel, layer: Layer) -> int:
     """Return the number of a layer's KV heads over all ranks."""
-    if isinstance(layer.kv, LatentKV):
+    if not isinstance(layer.kv, HeadsKV) or isinstance(layer.kv, LatentKV):
         return 1
     own, (_, ranks) = layer.kv.heads, rank_and_size()
     if ranks == 1:

@@ -14,7 +14,7 @@ from vllm.config import CacheConfig
 from vllm.logger import init_logger
 
 from kintsugi.engine.protocol import BlendJob
-from kintsugi.engine.worker.model import Layer, LoadedModel
+from kintsugi.engine.worker.model import Layer, LoadedModel, kv_of
 from kintsugi.engine.worker.stack import lacks_blocks, min_over_ranks
 from kintsugi.fusor.blend import needs_loaded
 from kintsugi.fusor.gaps import find_left_out
@@ -95,7 +95,7 @@ def pass_bytes(model: LoadedModel, job: BlendJob) -> int:
     """Return the maximum device memory that a blend needs if it loses no chunk. Excludes the working memory
     of a unit: vLLM's profile covers a prefill of the same number of tokens."""
     selection, start, num_tokens = job.plan.selection, job.tokens.start, len(job.tokens.token_ids)
-    selector = make_selector(selection, len(model.layers))
+    selector = make_selector(selection, len(model.layers), model.attending)
     end = start + num_tokens + depends_on_question(selection)
     groups = {layer.group.index: layer for layer in model.layers}
     scratch = {index: _scratch_bytes(layer, job, end) for index, layer in groups.items()}
@@ -115,6 +115,14 @@ def pass_bytes(model: LoadedModel, job: BlendJob) -> int:
     return int(loaded + hidden + sum(scratch.values()) + asking)
 
 
+def describe_refusal(needed: int, room: float) -> str:
+    """Return `reason: detail` for a blend that needs more bytes than all passes together may use."""
+    return (
+        f"device_memory: a blend of it needs {needed >> 20} MiB of the device, more than "
+        f"the {int(room) >> 20} MiB that are reserved; lower gpu_memory_utilization"
+    )
+
+
 def _num_layers_asked(selector: Selector, kept: list[bool]) -> int:
     """Return how many layers of loaded KV stay in memory after the question's pass. ``kept``: whether the
     cache keeps each layer's KV."""
@@ -123,10 +131,12 @@ def _num_layers_asked(selector: Selector, kept: list[bool]) -> int:
 
 
 def _scratch_bytes(layer: Layer, job: BlendJob, end: int) -> int:
-    """Return the size of a layer's scratch cache with its copy, which a pass uses if vLLM has no block for
-    some position before ``end`` (`engine.worker.stack`); 0 if vLLM has all blocks."""
+    """Return the size of a layer's scratch cache with its copy. A pass uses one in a recurrent layer, and if
+    vLLM has no block for some position before ``end`` (`engine.worker.stack`). 0 if it uses none."""
     group = layer.group
-    if not lacks_blocks(job.tokens.block_ids[group.tables], -(-end // group.block_size)):
+    if not group.is_recurrent and not lacks_blocks(
+        job.tokens.block_ids[group.tables], -(-end // group.block_size)
+    ):
         return 0
     return _cache_bytes(layer, end)
 
@@ -143,7 +153,11 @@ def _asking_bytes(model: LoadedModel, job: BlendJob, layers: Sequence[Layer], en
 
 
 def _cache_bytes(layer: Layer, end: int) -> int:
-    """Return the size of one layer's scratch cache for the places before ``end``, with a copy."""
+    """Return the size of one layer's scratch cache for the places before ``end``, with a copy; of recurrent
+    layers, that of one layer's inputs and of the final states of all layers of the group."""
     group, cache = layer.group, layer.attention.kv_cache
+    if group.is_recurrent:
+        states = 2 * len(group.layer_names) * sum(state[0].nbytes for state in cache)
+        return int(end * kv_of(layer.attention).token_width * cache[0].itemsize + states)
     blocks = 1 + -(-end // group.block_size) * (group.block_size // group.kernel_block_size)
     return 2 * blocks * int(cache.nbytes // len(cache))

@@ -10,8 +10,8 @@ import contextlib
 import copy
 import gc
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,13 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.worker.utils import select_common_block_size
 
 from kintsugi.core.errors import NotBlendable
@@ -30,6 +36,7 @@ from kintsugi.engine.worker.attention.latent import is_latent, needs_rows
 from kintsugi.engine.worker.attention.scattered import kernel_serves
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.ranks import LockStep
+from kintsugi.engine.worker.recurrence import RecurrentKV, recurrent_kind
 from kintsugi.engine.worker.rotation import UNROTATED, KeyRotation
 from kintsugi.fusor.kernels.native import MassKernel
 from kintsugi.fusor.latent import absorb_query
@@ -65,6 +72,11 @@ class HeadsKV:
         """KV heads of this rank."""
         self.key_width = self.query_width = int(attention.head_size)
         self.value_width = int(attention.head_size_v)
+
+    @property
+    def token_width(self) -> int:
+        """Elements that are stored per token, of all heads."""
+        return self.heads * (self.key_width + self.value_width)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -128,8 +140,12 @@ class LatentKV(HeadsKV):
         return torch.cat((rotary, absorbed.transpose(0, 1)), -1)
 
 
-def kv_of(attention: Any) -> HeadsKV:
-    """Return the description of the KV that an attention stores."""
+def kv_of(attention: Any) -> HeadsKV | RecurrentKV:
+    """Return the description of what a layer stores per token: an attention's KV, or a recurrent layer's
+    inputs."""
+    recurrent = recurrent_kind(attention)
+    if recurrent is not None:
+        return recurrent(attention)
     return LatentKV(attention) if is_latent(attention) else HeadsKV(attention)
 
 
@@ -141,7 +157,7 @@ class CacheGroup:
     tables: int
     """Index of vLLM's KV cache group, whose block tables the layers share. Layers of one vLLM group may
     differ in shape, and attention metadata is made for one shape."""
-    spec: AttentionSpec
+    spec: AttentionSpec | MambaSpec
     layer_names: tuple[str, ...]
     block_size: int
     """Tokens per block of vLLM's block tables."""
@@ -154,6 +170,11 @@ class CacheGroup:
     """Whether scattered tokens attend through `engine.worker.attention.scattered`."""
     needs_latent_rows: bool = False
     """Whether tokens after cached ones attend through `engine.worker.attention.latent`."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layers keep a state."""
+        return isinstance(self.spec, MambaSpec)
 
     def build_metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return the backend's metadata of one batch, which stays valid when later batches are built."""
@@ -174,12 +195,13 @@ class Layer:
     """Name of its attention, the key in vLLM's dictionaries per layer."""
     module: nn.Module
     attention: Any
+    """vLLM's attention, or its recurrent layer."""
     group: CacheGroup
     rotation: KeyRotation = UNROTATED
 
     @property
-    def kv(self) -> HeadsKV:
-        """The KV that it stores per token."""
+    def kv(self) -> HeadsKV | RecurrentKV:
+        """What it stores per token."""
         return kv_of(self.attention)
 
 
@@ -222,16 +244,20 @@ class LoadedModel:
         """As in `fusor.stack.DecoderStack`. In layers with local chunks of attention (Llama 4), a blend lies
         within one chunk."""
         return not any(
-            layer.attention.sliding_window is not None
-            or getattr(layer.attention.impl, "alibi_slopes", None) is not None
-            for layer in self.layers
+            self.layers[index].attention.sliding_window is not None
+            or getattr(self.layers[index].attention.impl, "alibi_slopes", None) is not None
+            for index in self.attending
         )
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """As in `fusor.stack.DecoderStack`."""
+        return tuple(index for index, layer in enumerate(self.layers) if not layer.group.is_recurrent)
 
     @property
     def kv_width(self) -> int:
         """Elements of K and V per token in the widest layer on this rank."""
-        stored = [kv_of(layer.attention) for layer in self.layers]
-        return max(one.heads * (one.key_width + one.value_width) for one in stored)
+        return max(kv_of(layer.attention).token_width for layer in self.layers)
 
     @cached_property
     def layout(self) -> KVLayout:
@@ -274,7 +300,7 @@ def find_layers(
     owner, outer = _owners_of(list(attentions.values()))
     _require_text_embeddings(owner, outer)
     names = {id(module): name for name, module in owner.named_modules()}
-    device = next(iter(kv_caches.values())).device
+    device = next(owner.parameters()).device
     groups = _cache_groups(vllm_config, kv_cache_config, attentions, device)
     layers, lists = [], set()
     for name, attention in attentions.items():
@@ -286,12 +312,13 @@ def find_layers(
     layers.sort(key=lambda layer: layer.index)
     everything: Any = owner.get_submodule(lists.pop())
     if [layer.index for layer in layers] != list(range(len(everything))):
-        raise _architecture("decoder layers without exactly one attention with its own cache")
+        raise _architecture("decoder layers without exactly one attention or recurrence of their own")
+    _require_blendable_states(vllm_config, layers)
     return LoadedModel(
         vllm_config=vllm_config,
         root=owner,
         layers=tuple(layers),
-        device=next(owner.parameters()).device,
+        device=device,
         dtype=vllm_config.model_config.dtype,
         projection_share=_projection_share(vllm_config, layers[0]),
         calls=LayerCalls((), (), ()),
@@ -305,6 +332,8 @@ def _require_attention(name: str, layer: Any) -> None:
     kind, kinds = type(layer).__name__, {base.__name__ for base in type(layer).__mro__}
     is_plain = kind in PLAIN_ATTENTIONS
     if is_plain and layer.kv_sharing_target_layer_name is None:
+        return
+    if recurrent_kind(layer) is not None:
         return
     is_indexed = bool(getattr(layer, "use_sparse", False))
     if kind == LATENT_ATTENTION and not is_indexed and getattr(layer, "sliding_window", None) is None:
@@ -321,6 +350,18 @@ def _require_attention(name: str, layer: Any) -> None:
     else:
         reason, feature = DeclineReason.ATTENTION, "an unknown kind of attention"
     raise Decline(reason, None if digits is None else int(digits), f"{feature} ({kind})").error()
+
+
+def _require_blendable_states(vllm_config: VllmConfig, layers: list[Layer]) -> None:
+    """Raise `NotBlendable` for recurrent layers in a configuration that cannot blend them."""
+    recurrent = [layer for layer in layers if layer.group.is_recurrent]
+    if not recurrent:
+        return
+    if len(recurrent) == len(layers):
+        raise Decline(DeclineReason.RECURRENT, None, "no layer that attends, only recurrent ones").error()
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        feature = "recurrent layers, whose inputs are not split over tensor-parallel ranks"
+        raise Decline(DeclineReason.RECURRENT, None, feature).error()
 
 
 def _architecture(feature: str) -> NotBlendable:
@@ -389,8 +430,8 @@ def _cache_groups(
     for tables, group in enumerate(kv_cache_config.kv_cache_groups):
         names = [name for name in group.layer_names if name in attentions]
         for spec, alike in _layers_by_spec(group.kv_cache_spec, names).items():
-            backends = {attentions[name].attn_backend for name in alike}
-            if len(backends) != 1 or not isinstance(spec, AttentionSpec):
+            backends = {_backend_of(attentions[name]) for name in alike}
+            if len(backends) != 1 or not isinstance(spec, (AttentionSpec, MambaSpec)):
                 feature = f"a cache group ({tables}) that mixes attention backends or has no cache"
                 raise Decline(DeclineReason.ATTENTION, None, feature).error()
             backend = backends.pop()
@@ -402,12 +443,24 @@ def _cache_groups(
                 layer_names=tuple(alike),
                 block_size=spec.block_size,
                 kernel_block_size=_kernel_block_size(backend, spec),
-                builder=backend.get_builder_cls()(spec, alike, _without_graphs(vllm_config), device),
-                kernel_serves=all(kernel_serves(attentions[name], device) for name in alike),
-                needs_latent_rows=any(needs_rows(attentions[name]) for name in alike),
+                builder=backend.get_builder_cls()(
+                    _in_one_block(spec), alike, _without_graphs(vllm_config), device
+                ),
+                kernel_serves=_all_attend(spec, alike, lambda one: kernel_serves(attentions[one], device)),
+                needs_latent_rows=_all_attend(spec, alike, lambda one: needs_rows(attentions[one])),
             )
             groups.append(made)
     return {name: group for group in groups for name in group.layer_names}
+
+
+def _backend_of(layer: Any) -> Any:
+    """Return vLLM's backend of an attention or a recurrent layer."""
+    return layer.get_attn_backend() if recurrent_kind(layer) is not None else layer.attn_backend
+
+
+def _all_attend(spec: KVCacheSpec, names: list[str], holds: Callable[[str], bool]) -> bool:
+    """Return whether the layers are attentions for which ``holds``."""
+    return isinstance(spec, AttentionSpec) and all(map(holds, names))
 
 
 def _require_lasting_metadata(backend: str) -> None:
@@ -427,16 +480,28 @@ def _layers_by_spec(spec: KVCacheSpec, names: list[str]) -> dict[KVCacheSpec, li
     return found
 
 
-def _kernel_block_size(backend: Any, spec: AttentionSpec) -> int:
+def _kernel_block_size(backend: Any, spec: AttentionSpec | MambaSpec) -> int:
+    if isinstance(spec, MambaSpec):
+        return int(spec.block_size)
     takes_specs = "kv_cache_specs" in inspect.signature(select_common_block_size).parameters
     specs = ([spec],) if takes_specs else ()  # vLLM 0.31 and before ask the backend alone
     return int(select_common_block_size(spec.block_size, [backend], *specs))
 
 
+def _in_one_block(spec: AttentionSpec | MambaSpec) -> AttentionSpec | MambaSpec:
+    """Return the spec of a pass, which keeps the state of a recurrent layer in one block."""
+    if not isinstance(spec, MambaSpec):
+        return spec
+    return replace(spec, mamba_cache_mode="none", num_prefill_checkpoint_blocks=0)
+
+
 def _without_graphs(vllm_config: VllmConfig) -> VllmConfig:
-    """Return the configuration without CUDA graphs. With graphs, builders size their buffers for
-    `max_num_seqs` requests; scattered tokens make more pseudo-requests, and are never captured."""
+    """Return the configuration without CUDA graphs and cached states. With graphs, builders size their
+    buffers for `max_num_seqs` requests; scattered tokens make more pseudo-requests, and are never
+    captured."""
     config = copy.copy(vllm_config)
+    config.cache_config = copy.copy(vllm_config.cache_config)
+    config.cache_config.mamba_cache_mode = "none"
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     return config
@@ -451,10 +516,13 @@ def _projection_share(vllm_config: VllmConfig, layer: Layer) -> float:
     config, attention = vllm_config.model_config.hf_text_config, layer.attention
     ranks = vllm_config.parallel_config.tensor_parallel_size
     hidden = vllm_config.model_config.get_hidden_size()
-    heads = attention.num_heads * ranks
-    if isinstance(layer.kv, LatentKV):
-        fused, output = _latent_projections(attention, hidden, heads)
+    if isinstance(layer.kv, RecurrentKV):
+        width = layer.kv.output_width
+        fused, output = hidden * (layer.kv.key_width + layer.kv.value_width + width), width * hidden
+    elif isinstance(layer.kv, LatentKV):
+        fused, output = _latent_projections(attention, hidden, attention.num_heads * ranks)
     else:
+        heads = attention.num_heads * ranks
         query = heads * attention.head_size
         kv = attention.num_kv_heads * ranks * (attention.head_size + attention.head_size_v)
         fused, output = hidden * (query + kv), query * hidden

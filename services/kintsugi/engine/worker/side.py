@@ -24,6 +24,7 @@ from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
     BlendJob,
+    JobTokens,
     LoadSample,
     PassSample,
     ProbeJob,
@@ -34,13 +35,13 @@ from kintsugi.engine.protocol import (
 )
 from kintsugi.engine.worker.anatomy import learn_model
 from kintsugi.engine.worker.defects import contain_defects
-from kintsugi.engine.worker.memory import pass_bytes, reserve_memory, warn_of_short_memory
+from kintsugi.engine.worker.memory import describe_refusal, pass_bytes, reserve_memory, warn_of_short_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
 from kintsugi.engine.worker.saves import IdleSavePasses, SaveBatch, num_saves_together, outcome_of
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.streams import STORE_SHARE, read_and_drop, stream_chunks
-from kintsugi.engine.worker.support import find_unsupported
+from kintsugi.engine.worker.support import find_foreign, find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
 from kintsugi.fusor.blend import BlendPass, PassRegion
@@ -168,7 +169,7 @@ class WorkerSide:
         if self._model is None:
             return None
         is_restored = all(layer.rotation.is_restored for layer in self._model.layers)
-        return WorkerFacts(is_restored, self._model.sees_order_alone)
+        return WorkerFacts(is_restored, self._model.sees_order_alone, self._model.attending)
 
     def step(self, metadata: StepMetadata) -> None:
         """Accept new work, then run passes until this step's share of work is done.
@@ -226,10 +227,13 @@ class WorkerSide:
         self._probe_thread.shutdown(wait=False, cancel_futures=True)
         self._put_threads.shutdown(wait=True, cancel_futures=True)
 
-    def _stack(self, block_ids: Sequence[tuple[list[int], ...]], ends: Sequence[int]) -> VllmStack:
+    def _stack(self, tokens: Sequence[JobTokens], beyond: int = 0) -> VllmStack:
+        """Make the stack of a pass over these sequences; ``beyond`` as in `VllmStack`."""
         assert self._model is not None
         before_end = None if self._weights is None else self._weights.look
-        return VllmStack(self._model, block_ids, ends, before_end)
+        starts, ends = [one.start for one in tokens], [one.start + len(one.token_ids) for one in tokens]
+        blocks = [one.block_ids for one in tokens]
+        return VllmStack(self._model, blocks, ends, before_end, starts=starts, beyond=beyond)
 
     def _begin_blend(self, job: BlendJob, bytes_max: int) -> None:
         end = job.tokens.start + len(job.tokens.token_ids)
@@ -244,7 +248,7 @@ class WorkerSide:
             region=PassRegion(token_ids, job.tokens.start, job.next_token_id),
             plan=job.plan,
             # The last token, which vLLM computes, is part of the question's pass.
-            stack=self._stack([job.tokens.block_ids], [end + depends_on_question(job.plan.selection)]),
+            stack=self._stack([job.tokens], beyond=int(depends_on_question(job.plan.selection))),
             open_loader=open_loader,
             unit_tokens_max=self._unit_tokens_max,
             explain=job.explain,
@@ -390,15 +394,13 @@ class WorkerSide:
         if self._room_bytes is None:
             self._room_bytes = reserve_memory(self._model.device, self._vllm_config.cache_config)
         request_id = job.tokens.request_id
-        needed = pass_bytes(self._model, job)
-        if needed > self._room_bytes and self._blends:
-            return False
-        if needed > self._room_bytes:
-            self._fail(
-                request_id,
-                f"device_memory: a blend of it needs {needed >> 20} MiB of the device, more than "
-                f"the {int(self._room_bytes) >> 20} MiB that are reserved; lower gpu_memory_utilization",
-            )
+        refused, needed = find_foreign(job, self._model.layout), pass_bytes(self._model, job)
+        if needed > self._room_bytes and refused is None:
+            if self._blends:
+                return False
+            refused = describe_refusal(needed, self._room_bytes)
+        if refused is not None:
+            self._fail(request_id, refused)
             return True
         give_up = partial(self._fail, request_id)
         with contain_defects(f"begin the blend of {request_id}", give_up, in_layers=False):
@@ -514,8 +516,7 @@ class WorkerSide:
                 self._fail(job.tokens.request_id, reason)
 
     def _save_pass(self, jobs: list[SaveJob], unit_tokens_max: int) -> SavePass:
-        ends = [job.tokens.start + len(job.tokens.token_ids) for job in jobs]
-        stack = self._stack([job.tokens.block_ids for job in jobs], ends)
+        stack = self._stack([job.tokens for job in jobs])
         # An audit compares the stored chunk with exact KV, regardless of its codec.
         codec = Codec.RAW if jobs[0].is_audit else self._codec
         items = [

@@ -27,15 +27,15 @@ from vllm.distributed import (
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kintsugi.core.layout import Part
 from kintsugi.engine.worker.attention.latent import LatentRows, replace_latent_attention
 from kintsugi.engine.worker.attention.scattered import ScatteredRows, replace_attention_impl, runs_min
 from kintsugi.engine.worker.calls import replace_forward
-from kintsugi.engine.worker.model import CacheGroup, LatentKV, Layer, LoadedModel
+from kintsugi.engine.worker.model import CacheGroup, HeadsKV, LatentKV, Layer, LoadedModel
+from kintsugi.engine.worker.recurrence import RecurrentKV, replace_operation
+from kintsugi.engine.worker.states import NULL_BLOCK, RecurrentStates, StateSpan, one_sequence
 from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
 from kintsugi.fusor.staging import upload
-
-NULL_BLOCK = 0
-"""vLLM's placeholder for blocks before a sliding window."""
 
 
 class LeftAtAttention(Exception):
@@ -57,6 +57,7 @@ class CapturedKV:
 def capture_kv(layer: Layer, captured: CapturedKV, leave: bool) -> Iterator[None]:
     """Capture K and V of one layer call. With ``leave``, end the call before its attention."""
     attention, source, kv = layer.attention, layer.rotation.source, layer.kv
+    assert isinstance(kv, HeadsKV)
     attend = attention.forward
 
     def note(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +171,8 @@ class Prepared:
     """Rows of layers whose attention our own kernel computes."""
     latent: dict[str, list[LatentRows]]
     """Sequences of layers whose attention `engine.worker.attention.latent` computes."""
+    scanned: list[tuple[int, Tensor]]
+    """Each sequence with its places on the host, for recurrent layers; empty without such layers."""
 
 
 class VllmStack:
@@ -182,20 +185,31 @@ class VllmStack:
         ends: Sequence[int],
         before_end: Callable[[], None] | None = None,
         keeps: bool = True,
+        starts: Sequence[int] | None = None,
+        beyond: int = 0,
     ) -> None:
-        """``block_ids[sequence][group]`` are vLLM's; ``ends[sequence]`` is the last used position + 1.
-        ``before_end`` queues work on a GPU that belongs to the pass. Without ``keeps``, nothing is written to
-        vLLM's blocks: a layer's scratch cache is dropped at the layer's end."""
+        """``block_ids[sequence][group]`` are vLLM's; ``[starts[sequence], ends[sequence])`` are the positions
+        of the pass, from 0 on by default. ``beyond``: number of positions after them that a question's pass
+        uses. ``before_end`` queues work on a GPU that belongs to the pass. Without ``keeps``, nothing is
+        written to vLLM's blocks: a layer's scratch cache is dropped at the layer's end."""
         self._model = model
         self._block_ids = block_ids
         self._before_end = before_end
         self._keeps = keeps
         self._failures: list[str] = []
-        groups = {layer.group.index: layer.group for layer in model.layers}
-        self._tables = {
-            index: _GroupTables(group, [ids[group.tables] for ids in block_ids], ends, model.device, keeps)
-            for index, group in groups.items()
-        }
+        self._tables: dict[int, _GroupTables] = {}
+        self._states: dict[int, RecurrentStates] = {}
+        starts, places = starts or [0] * len(ends), [end + beyond for end in ends]
+        for index, group in {layer.group.index: layer.group for layer in model.layers}.items():
+            tables = [ids[group.tables] for ids in block_ids]
+            if not group.is_recurrent:
+                self._tables[index] = _GroupTables(group, tables, places, model.device, keeps)
+                continue
+            spans = [
+                StateSpan.of(ids, group.block_size, start, end, end + beyond)
+                for ids, start, end in zip(tables, starts, ends, strict=True)
+            ]
+            self._states[index] = RecurrentStates(group, model.vllm_config, spans, model.device, keeps)
 
     @property
     def sees_order_alone(self) -> bool:
@@ -208,7 +222,7 @@ class VllmStack:
             tables, size = layer.group.tables, layer.group.block_size
             cached = block_ids[tables][: -(-start // size)]
             own[tables] = [*cached, *[NULL_BLOCK] * (-(-end // size) - len(cached))]
-        stack = VllmStack(self._model, [tuple(own)], [end], keeps=False)
+        stack = VllmStack(self._model, [tuple(own)], [end], keeps=False, starts=[start])
         stack._failures = self._failures
         return stack
 
@@ -239,8 +253,14 @@ class VllmStack:
         on_host = places if places.device.type == "cpu" else None
         owners = torch.zeros(len(positions), dtype=torch.int64) if owners is None else owners
         owners_there = upload(owners, self.device)
-        prepared = Prepared(self._there(positions), {}, {}, {}, {})
+        prepared = Prepared(self._there(positions), {}, {}, {}, {}, [])
         places_there = prepared.positions if places is positions else self._there(places)
+        for states in self._states.values():
+            # A scan ends at a token that the host knows: for tokens selected on a GPU, it waits here.
+            on_host = places.cpu() if on_host is None else on_host
+            prepared.scanned[:] = _by_owner(on_host, owners)
+            slots = states.slots(places_there, owners_there)
+            prepared.slots.update(dict.fromkeys(states.group.layer_names, slots))
         for tables in self._tables.values():
             names = tables.group.layer_names
             slots = tables.slots(places_there, owners_there)
@@ -277,35 +297,46 @@ class VllmStack:
     def slots(self, places: Tensor) -> Slots:
         places = self._there(places)
         first = torch.zeros_like(places)
-        return Slots({index: tables.slots(places, first) for index, tables in self._tables.items()})
+        every = (self._tables | self._states).items()
+        return Slots({index: tables.slots(places, first) for index, tables in every})
 
     def begin_layer(self, layer: int) -> None:
-        tables = self._tables_of(layer)
-        if tables.needs_scratch:
-            tables.copy_in(self._model.layers[layer].attention.kv_cache)
+        tables, target = self._tables_of(layer), self._model.layers[layer]
+        if isinstance(tables, RecurrentStates):
+            tables.begin(target)
+        elif tables.needs_scratch:
+            tables.copy_in(target.attention.kv_cache)
 
     def end_layer(self, layer: int) -> None:
-        tables = self._tables_of(layer)
-        if tables.needs_scratch and self._keeps:
-            tables.copy_out(self._model.layers[layer].attention.kv_cache)
+        tables, target = self._tables_of(layer), self._model.layers[layer]
+        if isinstance(tables, RecurrentStates):
+            tables.end(target)
+        elif tables.needs_scratch and self._keeps:
+            tables.copy_out(target.attention.kv_cache)
 
     def keeps_layer(self, layer: int) -> bool:
-        return not self._tables_of(layer).needs_scratch
+        tables = self._tables_of(layer)
+        return isinstance(tables, _GroupTables) and not tables.needs_scratch
 
     def write_kv(self, layer: int, slots: Slots, key: Tensor, value: Tensor) -> None:
         if not len(key):
             return
         target, tables = self._model.layers[layer], self._tables_of(layer)
+        prepared = slots.prepared[target.group.index]
+        if isinstance(tables, RecurrentStates):
+            tables.write(prepared, key, value)
+            return
+        kv = target.kv
+        assert isinstance(kv, HeadsKV)
         with tables.bound(target.attention):
-            target.kv.write(slots.prepared[target.group.index], key, value)
+            kv.write(prepared, key, value)
 
     def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
         # Layers normalise in place, so the projection works on a copy.
         target, captured = self._model.layers[layer], CapturedKV()
 
         def project() -> tuple[Tensor, ...]:
-            with capture_kv(target, captured, leave=True):
-                self._call(target, hidden.copy(), batch)
+            self._call(target, hidden.copy(), batch, captured, leave=True)
             return captured.query, captured.key, captured.value
 
         query, key, value = self._in_step((layer, "project"), batch.num_tokens, project)
@@ -333,8 +364,7 @@ class VllmStack:
             return ()
 
         def run_and_capture() -> tuple[Tensor, ...]:
-            with capture_kv(target, captured, leave=False):
-                self._call(target, hidden, batch)
+            self._call(target, hidden, batch, captured)
             plain = captured.key_before_rope
             if plain is None:
                 rotary = target.rotation.rotary
@@ -346,6 +376,13 @@ class VllmStack:
             self._in_step((layer, "run"), batch.num_tokens, run)
             return None
         return FreshKV(*self._in_step((layer, "capture"), batch.num_tokens, run_and_capture))
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        return self._model.attending
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        return self._model.layers[layer].kv.parts
 
     def attention_rule(self, layer: int) -> AttentionRule:
         attention, kv = self._model.layers[layer].attention, self._model.layers[layer].kv
@@ -360,7 +397,21 @@ class VllmStack:
             kv.absorb if isinstance(kv, LatentKV) else None,
         )
 
+    def own_states(self, positions: Tensor) -> dict[str, Any]:
+        """Return vLLM's metadata of recurrent layers, by layer name, for its own forward pass over
+        consecutive positions of sequence 0, from the states in its blocks."""
+        first, end = int(positions[0]), int(positions[-1]) + 1
+        metadata: dict[str, Any] = {}
+        for states in self._states.values():
+            block, group = states.spans[0].after, states.group
+            assert block is not None
+            one = one_sequence(first, end, block, self.device)
+            metadata.update(dict.fromkeys(group.layer_names, group.build_metadata(one)))
+        return metadata
+
     def end_pass(self) -> Callable[[], bool]:
+        for states in self._states.values():
+            states.keep()
         if self.device.type != "cuda":
             return lambda: True
         if self._before_end is not None:
@@ -384,10 +435,19 @@ class VllmStack:
         summed: Tensor = tensor_model_parallel_all_reduce(values)
         return summed
 
-    def _tables_of(self, layer: int) -> _GroupTables:
-        return self._tables[self._model.layers[layer].group.index]
+    def _tables_of(self, layer: int) -> _GroupTables | RecurrentStates:
+        index = self._model.layers[layer].group.index
+        return self._states[index] if index in self._states else self._tables[index]
 
-    def _call(self, layer: Layer, hidden: Hidden, batch: LayerBatch) -> None:
+    def _call(
+        self,
+        layer: Layer,
+        hidden: Hidden,
+        batch: LayerBatch,
+        captured: CapturedKV | None = None,
+        leave: bool = False,
+    ) -> None:
+        """Call a layer, and note what it stores in ``captured``. With ``leave``, the call ends there."""
         prepared: Prepared = batch.prepared
         context = set_forward_context(
             prepared.metadata,
@@ -395,9 +455,15 @@ class VllmStack:
             num_tokens=batch.num_tokens,
             slot_mapping=prepared.slots,
         )
+        tables = self._tables_of(layer.index)
         with contextlib.ExitStack() as stack:
             stack.enter_context(context)
-            stack.enter_context(self._tables_of(layer.index).bound(layer.attention))
+            if isinstance(tables, RecurrentStates):
+                stack.enter_context(_scan_in_place(layer, tables, prepared, captured, leave))
+            else:
+                stack.enter_context(tables.bound(layer.attention))
+                if captured is not None:
+                    stack.enter_context(capture_kv(layer, captured, leave))
             if layer.name in prepared.scattered:
                 stack.enter_context(replace_attention_impl(layer.attention, prepared.scattered[layer.name]))
             if layer.name in prepared.latent:
@@ -405,6 +471,30 @@ class VllmStack:
             # Without it, vLLM assumes that expert layers run in the order of a whole forward pass.
             get_forward_context().all_moe_layers = None
             self._model.calls.calls[layer.index].run(layer.module, hidden)
+
+
+@contextlib.contextmanager
+def _scan_in_place(
+    layer: Layer, states: RecurrentStates, prepared: Prepared, captured: CapturedKV | None, leave: bool
+) -> Iterator[None]:
+    """Replace a recurrent layer's operation in the block: it merges the tokens' inputs with the loaded ones
+    and scans all of them. ``captured`` and ``leave``: as in `capture_kv`."""
+    kv = layer.kv
+    assert isinstance(kv, RecurrentKV)
+
+    def core(operation: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        inputs, gates = kv.tell_apart(arguments)
+        if captured is not None:
+            captured.key, captured.value = inputs[:, None], gates[:, None]
+        if leave:
+            raise LeftAtAttention
+        states.write(prepared.slots[layer.name], inputs, gates)
+        outputs = inputs.new_empty(len(inputs), kv.output_width)
+        states.advance(layer, operation, arguments[-1], prepared.scanned, outputs)
+        kv.finish(arguments, outputs)
+
+    with contextlib.suppress(LeftAtAttention), replace_operation(kv.operation, core):
+        yield
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -444,15 +534,20 @@ def _reads_cache(places: Tensor, owners: Tensor) -> bool:
     return len(starts) < len(places) and bool((places[starts] != 0).any())
 
 
+def _by_owner(places: Tensor, owners: Tensor) -> list[tuple[int, Tensor]]:
+    """Return each owner with its places, which are adjacent."""
+    bounds = [0, *((owners.diff() != 0).nonzero()[:, 0] + 1).tolist(), len(owners)]
+    return [(int(owners[first]), places[first:last]) for first, last in pairwise(bounds)]
+
+
 def _latent_rows(places: Tensor, owners: Tensor, tables: _GroupTables) -> list[LatentRows]:
     """Return the rows of each owner, which are adjacent."""
-    bounds = [0, *((owners.diff() != 0).nonzero()[:, 0] + 1).tolist(), len(owners)]
-    sequences = []
-    for first, last in pairwise(bounds):
-        mine = places[first:last]
+    sequences, first = [], 0
+    for owner, mine in _by_owner(places, owners):
         every = torch.arange(int(mine[-1]) + 1)
-        slots = tables.slots(every, owners[first].expand(len(every)))
-        sequences.append(LatentRows(slice(first, last), mine, slots))
+        slots = tables.slots(every, torch.tensor(owner).expand(len(every)))
+        sequences.append(LatentRows(slice(first, first + len(mine)), mine, slots))
+        first += len(mine)
     return sequences
 
 

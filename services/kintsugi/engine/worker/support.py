@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from vllm.config import VllmConfig
@@ -15,8 +16,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kintsugi.core.layout import KVLayout
 from kintsugi.engine.plugin import CONNECTOR
-from kintsugi.models.declines import RECURRENT_STATE, Decline, DeclineReason
+from kintsugi.engine.protocol import BlendJob
 
 
 def find_unsupported(vllm_config: VllmConfig) -> str | None:
@@ -41,6 +43,11 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
             "caches; choose auto or fp8",
         ),
         (vllm_config.speculative_config is not None, "speculative_decoding: the draft's KV is not blended"),
+        (
+            bool(getattr(vllm_config.cache_config, "use_replayssm", False)),
+            "replay_ssm: states of recurrent layers lie in rings of past inputs; start vLLM without "
+            "use_replayssm",
+        ),
     )
     return next((reason for holds, reason in checks if holds), None)
 
@@ -74,17 +81,27 @@ def find_wrapper(connector: KVConnectorBase_V1) -> str | None:
     return None
 
 
-def find_recurrent(kv_cache_config: KVCacheConfig) -> str | None:
-    """Return `reason: detail` if a layer keeps a recurrent state beside or instead of KV; else None.
+def without_states(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+    """Return the configuration without the groups of recurrent layers."""
+    kept = [group for group in kv_cache_config.kv_cache_groups if not is_state(group.kv_cache_spec)]
+    return dataclasses.replace(kv_cache_config, kv_cache_groups=kept)
 
-    The worker finds the same in the loaded model. The scheduler checks it separately: vLLM caches such states
-    by other rules, so the self-test of block names would fail first, with a misleading reason.
-    """
-    for group in kv_cache_config.kv_cache_groups:
-        if any(isinstance(spec, MambaSpec) for spec in _specs_of(group.kv_cache_spec)):
-            feature = f"{RECURRENT_STATE} ({group.layer_names[0]})"
-            return str(Decline(DeclineReason.RECURRENT, None, feature))
-    return None
+
+def is_state(spec: KVCacheSpec) -> bool:
+    """Return whether layers keep a recurrent state."""
+    return any(isinstance(one, MambaSpec) for one in _specs_of(spec))
+
+
+def find_foreign(job: BlendJob, layout: KVLayout) -> str | None:
+    """Return `reason: detail` if a chunk of the job holds other tensors than ``layout``, the model's; else
+    None."""
+    foreign = next((key for key, manifest in job.manifests.items() if manifest.layout != layout), None)
+    if foreign is None:
+        return None
+    return (
+        f"chunk_layout: chunk {foreign} holds tensors of other widths than this model's layers store; delete "
+        "it and put it again"
+    )
 
 
 def has_windows(kv_cache_config: KVCacheConfig) -> bool:

@@ -28,6 +28,8 @@ class PassWorkload:
     """Loaded tokens before `BlendPlan.exact_end`."""
     left_out_tokens: int = 0
     """Other tokens that do not pass with the question (`fusor.gaps`)."""
+    attending: tuple[int, ...] | None = None
+    """See `fusor.stack.DecoderStack`; None: all layers."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def pass_work(selection: Selection, work: PassWorkload) -> PassWork:
     if selection.ratio in (0, 1) or not hit:
         chosen = hit if selection.ratio == 1 else 0
         return PassWork((), tuple(LayerWork(layer, chosen, other, 0.0) for layer in range(layers)))
-    selector = make_selector(selection, layers)
+    selector = make_selector(selection, layers, work.attending)
     blend: list[LayerWork] = []
     before = hit
     for layer in range(layers):

@@ -35,7 +35,8 @@ class EngineShape:
     step_tokens_max: int
     """Maximum number of tokens that one engine step prefills."""
     sees_order_alone: bool = True
-    """See `fusor.stack.DecoderStack`."""
+    attending: tuple[int, ...] | None = None
+    """Both as in `fusor.stack.DecoderStack`; None: all layers attend."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class _Shape:
             self._engine.projection_share,
             self.exact_tokens,
             self.left_out_tokens,
+            self._engine.attending,
         )
         work = pass_work(selection, tokens)
         return *work.question, *work.blend

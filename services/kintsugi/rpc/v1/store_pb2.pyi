@@ -43,6 +43,9 @@ class _PartKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     PART_KIND_LATENT: _PartKind.ValueType  # 4
     """Multi-head latent attention: what K and V are made from, and the key that is rotated, before RoPE."""
     PART_KIND_ROTARY: _PartKind.ValueType  # 5
+    PART_KIND_INPUT: _PartKind.ValueType  # 6
+    """Recurrent layers: a token's input to convolution and scan, and to decay and write strength."""
+    PART_KIND_GATE: _PartKind.ValueType  # 7
 
 class PartKind(_PartKind, metaclass=_PartKindEnumTypeWrapper): ...
 
@@ -55,6 +58,9 @@ PART_KIND_KV: PartKind.ValueType  # 3
 PART_KIND_LATENT: PartKind.ValueType  # 4
 """Multi-head latent attention: what K and V are made from, and the key that is rotated, before RoPE."""
 PART_KIND_ROTARY: PartKind.ValueType  # 5
+PART_KIND_INPUT: PartKind.ValueType  # 6
+"""Recurrent layers: a token's input to convolution and scan, and to decay and write strength."""
+PART_KIND_GATE: PartKind.ValueType  # 7
 global___PartKind = PartKind
 
 class _Ack:

@@ -53,7 +53,7 @@ def model_of(device: torch.device = CUDA) -> LoadedModel:
         )
         for index in range(LAYERS)
     )
-    calls, kv_heads = LayerCalls((), (), ()), tuple[int, ...]()
+    calls, kv_heads = LayerCalls((), (), ()), (HEADS,) * LAYERS
     return LoadedModel(config, nn.Module(), layers, device, torch.bfloat16, 0.2, calls, kv_heads)
 
 
@@ -63,7 +63,7 @@ def job_of(selection: Selection, blocks: list[list[int]] = FULL, cached: int = 0
     tokens = SimpleNamespace(
         request_id="one", token_ids=range(cached, TOKENS), start=cached, block_ids=tuple(blocks)
     )
-    return SimpleNamespace(plan=BlendPlan(hits, selection), tokens=tokens)
+    return SimpleNamespace(plan=BlendPlan(hits, selection), tokens=tokens, manifests={})
 
 
 def bytes_of(selection: Selection, blocks: list[list[int]] = FULL) -> int:

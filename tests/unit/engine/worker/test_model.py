@@ -157,8 +157,12 @@ class MambaBase:
     """What vLLM's recurrent layers have in common."""
 
 
-class GatedDeltaNet(MambaBase):
-    """As Qwen3-Next's."""
+class KimiDeltaAttention(MambaBase):
+    """As Kimi Linear's."""
+
+
+class ShortConv(MambaBase):
+    """As LFM2's."""
 
 
 class IndexerCache:
@@ -169,8 +173,8 @@ class EncoderOnlyAttention(Attention):
     """Any other subclass may see what it likes."""
 
 
-@pytest.mark.parametrize("layer", [Attention(), ChunkedLocalAttention(), MLAAttention()])
-def test_plain_attention_is_driven(layer: Any) -> None:
+@pytest.mark.parametrize("layer", [Attention(), ChunkedLocalAttention(), MLAAttention(), ShortConv()])
+def test_known_layers_are_driven(layer: Any) -> None:
     _require_attention("model.layers.3.self_attn.attn", layer)
 
 
@@ -183,7 +187,7 @@ def test_plain_attention_is_driven(layer: Any) -> None:
             "indexed_attention",
             "layer 3 has attention to tokens that an index chooses",
         ),
-        (GatedDeltaNet(), "recurrent", "layer 3 has a recurrent state"),
+        (KimiDeltaAttention(), "recurrent", "layer 3 has a recurrent layer of a kind that is not blended"),
         (IndexerCache(), "indexed_attention", "layer 3 has attention to tokens that an index chooses"),
         (Attention("model.layers.1.attn"), "shared_kv", "layer 3 has the KV of model.layers.1.attn"),
         (EncoderOnlyAttention(), "attention", "layer 3 has an unknown kind of attention"),

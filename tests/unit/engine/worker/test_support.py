@@ -14,9 +14,9 @@ pytest.importorskip("vllm")
 from kintsugi.engine.worker.support import (
     find_chunk_reach,
     find_local_chunk,
-    find_recurrent,
     find_unsupported,
     has_windows,
+    without_states,
 )
 
 
@@ -84,21 +84,19 @@ def test_windows_are_seen_in_the_cache_groups() -> None:
     assert has_windows(groups)
 
 
-def test_a_state_is_seen_in_the_cache_groups() -> None:
+def test_groups_of_states_are_left_out_of_the_check_of_names() -> None:
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     state = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
-    groups: Any = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layers.1.attn"], full)])
-    assert find_recurrent(groups) is None
-    groups.kv_cache_groups.append(KVCacheGroupSpec(["layers.0.mixer", "layers.2.mixer"], state))
-    declined = find_recurrent(groups)
-    assert declined is not None
-    assert declined.startswith(
-        "recurrent: the model has a recurrent state, which no stored chunk can be put "
+    attending, recurrent = (
+        KVCacheGroupSpec(["layers.1.attn"], full),
+        KVCacheGroupSpec(["layers.0.mixer"], state),
     )
-    assert "(layers.0.mixer); every prompt is prefilled in full" in declined
+    groups = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[recurrent, attending])
+    assert without_states(groups).kv_cache_groups == [attending]
+    assert has_windows(groups)  # blends begin at the first token
 
 
 def test_local_chunks_are_seen_in_the_cache_groups() -> None:
