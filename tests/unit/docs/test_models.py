@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from kintsugi.core.layout import Codec, KVLayout, LayerGroup, Part, PartKind
+
 PAGE = Path("docs/MODELS.md").read_text(encoding="utf-8")
 PROSE = " ".join(PAGE.split())
 TOKENS, KEY_WIDTH, VALUE_WIDTH = 23, 8, 5
@@ -102,3 +104,23 @@ def test_sizes_are_those_of_qwen3_next() -> None:
     assert f"{pair * recurrent / 1e6:.1f} million over its {recurrent} recurrent layers" in PROSE
     assert f"{2 * pair * recurrent / 1e6:.0f} MB in 16 bits" in PROSE
     assert f"up to {(rows**2 + rows * columns) // (2 * rows + columns)} tokens" in PROSE
+
+
+def test_bytes_of_a_token_are_those_of_the_layouts() -> None:
+    from transformers import Qwen3_5TextConfig, Qwen3NextConfig
+
+    for config in (Qwen3NextConfig(), Qwen3_5TextConfig()):
+        heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+        key = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        inputs = (Part(PartKind.INPUT, key + heads * width), Part(PartKind.GATE, 2 * heads))
+        kv = tuple(Part(kind, config.head_dim) for kind in (PartKind.K, PartKind.V))
+        recurrent = config.layer_types.count("linear_attention")
+        attending = config.num_hidden_layers - recurrent
+        layout = KVLayout.of_groups(
+            [LayerGroup(recurrent, 1, inputs), LayerGroup(attending, config.num_key_value_heads, kv)],
+            "bfloat16",
+        )
+        raw, int8 = (
+            (layout.chunk_bytes(codec, 2_000_000) / 2_000_000) / 1e3 for codec in (Codec.RAW, Codec.INT8)
+        )
+        assert re.search(rf"\({recurrent} .*{attending}.*\) \| {raw:.0f} KB \| {int8:.0f} KB", PAGE)
