@@ -40,7 +40,7 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "path": _SERVICE,
     "gateway": ("core", "gateway", "sdk", "models", "precompute", *_STORE),
     "routing": ("core", "serving"),
-    "scale": ("core", "serving", "gateway", *_STORE),
+    "scale": _SERVICE,
     "clients": _SERVICE,
     "console": (*_SERVICE, "cli"),
     "latent": (*_BLEND, *_RAM_STORE, "checkpoints"),
