@@ -325,6 +325,13 @@ def _pose_triton() -> None:
             run(self, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = run_alone
+    store = interpreter.InterpreterBuilder.create_masked_store
+
+    def store_where(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        mask.data = mask.data.astype(bool)  # vLLM's grammar kernel masks by integers
+        return store(self, pointers, value, mask, *others)
+
+    interpreter.InterpreterBuilder.create_masked_store = store_where
     # The interpreter takes a number out of an array of one element, which numpy no longer does.
     source = inspect.getsource(interpreter._patch_lang_tensor)
     for kind in ("int", "bool"):
