@@ -309,6 +309,10 @@ class LocalEngine:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, so that the next prompt is prefilled from its first token."""
+        if self.llm.reset_prefix_cache():
+            return
+        # With async scheduling, a step beyond an answer's end may be in flight and hold its blocks.
+        self.llm.llm_engine.step()
         if not self.llm.reset_prefix_cache():
             raise Unavailable("the prefix cache is in use; wait for running requests to end")
 
