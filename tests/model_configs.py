@@ -167,7 +167,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, **_LFM2}),
     "qwen3-next": ("qwen3_next", {**_DELTA_NET, "num_experts": 4, "num_experts_per_tok": 4, **_SPARSE}),
     "qwen3.5": ("qwen3_5_text", _DELTA_NET),
-    "bamba": ("bamba", {"attn_layer_indices": [1, 3], **_MAMBA2}),
     "granite-4": (
         "granitemoehybrid",
         {

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import Corrupted
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, LayerFrame
+from kintsugi.core.exchange import LayerFrame
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kintsugi.core.layout import ChunkLost, ChunkManifest, Codec, HeadRange, KVLayout, digests_of
+from kintsugi.core.exchange import ChunkLost
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
 from kintsugi.fusor.codecs import NAMES, decode_frame, encode_frame
 from kintsugi.quality.measure import NAMESPACE
 from kintsugi.store.client.ram import RamStore

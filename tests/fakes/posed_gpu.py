@@ -191,15 +191,37 @@ def pose() -> None:
     _pose_vllm()
 
 
-def _pose_torch(device: PretendCuda) -> None:
-    memory = {
-        "empty_cache": lambda: None,
-        "memory_stats": lambda *_: {},
-        "reset_peak_memory_stats": lambda *_: None,
-        **dict.fromkeys(("max_memory_allocated", "memory_allocated"), lambda *_: 0),
-        **dict.fromkeys(("memory_reserved", "max_memory_reserved"), lambda *_: 0),
-    }
+MEMORY: dict[str, Any] = {
+    "empty_cache": lambda: None,
+    "memory_stats": lambda *_: {},
+    "reset_peak_memory_stats": lambda *_: None,
+    **dict.fromkeys(("max_memory_allocated", "memory_allocated"), lambda *_: 0),
+    **dict.fromkeys(("memory_reserved", "max_memory_reserved"), lambda *_: 0),
+}
+ACCELERATOR: dict[str, Any] = {
+    "current_accelerator": lambda *_, **__: torch.device("cuda"),
+    "empty_host_cache": lambda: None,
+    "current_device_index": lambda: 0,
+    "set_device_index": lambda *_: None,
+    "get_memory_info": lambda *_: (FREE_BYTES, TOTAL_BYTES),
+}
+PLACES: dict[str, Any] = {
+    "current_device": lambda: 0,
+    "set_device": lambda *_: None,
+    "mem_get_info": lambda *_: (FREE_BYTES, TOTAL_BYTES),
+    "host_memory_stats": lambda *_: {},
+    "init": lambda: None,
+    "_lazy_init": lambda: None,
+    "is_initialized": lambda: True,
+    "is_current_stream_capturing": lambda: False,
+    "is_bf16_supported": lambda *_, **__: True,
+    "manual_seed": lambda *_: None,
+    "manual_seed_all": lambda *_: None,
+}
+"""What torch's modules say of the posed device."""
 
+
+def _pose_torch(device: PretendCuda) -> None:
     @contextlib.contextmanager
     def in_stream(stream: _Stream | None) -> Iterator[None]:
         before = device.stream
@@ -217,30 +239,12 @@ def _pose_torch(device: PretendCuda) -> None:
         "is_available": lambda: True,
         "device_count": lambda: 1,
     }
-    cuda = {
+    cuda = PLACES | {
         "stream": in_stream,
         "device": _Place,
-        "current_device": lambda: 0,
-        "set_device": lambda *_: None,
         "get_device_properties": lambda *_: Device,
         "get_device_name": lambda *_: Device.name,
         "get_device_capability": lambda *_: (Device.major, Device.minor),
-        "mem_get_info": lambda *_: (FREE_BYTES, TOTAL_BYTES),
-        "host_memory_stats": lambda *_: {},
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "is_initialized": lambda: True,
-        "is_current_stream_capturing": lambda: False,
-        "is_bf16_supported": lambda *_, **__: True,
-        "manual_seed": lambda *_: None,
-        "manual_seed_all": lambda *_: None,
-    }
-    accelerator = {
-        "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "empty_host_cache": lambda: None,
-        "current_device_index": lambda: 0,
-        "set_device_index": lambda *_: None,
-        "get_memory_info": lambda *_: (FREE_BYTES, TOTAL_BYTES),
     }
 
     class Stream(_Stream):
@@ -266,9 +270,9 @@ def _pose_torch(device: PretendCuda) -> None:
 
     cuda |= {"Stream": Stream, "Event": Event, "ExternalStream": Stream}
     device._default = Stream()
-    for name, value in (memory | streams | cuda).items():
+    for name, value in (MEMORY | streams | cuda).items():
         setattr(torch.cuda, name, value)
-    for name, value in (memory | streams | accelerator).items():
+    for name, value in (MEMORY | streams | ACCELERATOR).items():
         setattr(torch.accelerator, name, value)
     torch.cuda.memory.get_allocator_backend = lambda: "none"  # nothing of it is configured
     Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]  # it takes no other stream than torch's

@@ -9,14 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kintsugi.core.layout import (
-    ChunkLost,
-    ChunkManifest,
-    Codec,
-    KVLayout,
-    LayerFrame,
-    digests_of,
-)
+from kintsugi.core.exchange import ChunkLost, LayerFrame
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, digests_of
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint

@@ -312,12 +312,6 @@ BLENDED: tuple[Architecture, ...] = (
         },
         _MAMBA2,
     ),
-    _hybrid(
-        "BambaForCausalLM",
-        "bamba",
-        {"mamba_n_heads": 8, "mamba_d_head": 32, "attn_layer_indices": [1, 3]},
-        _MAMBA2,
-    ),
     # vLLM computes their states on a CPU in bfloat16 alone.
     _hybrid("Qwen3NextForCausalLM", "qwen3_next", _DELTA_NET, {}, "bfloat16"),
     _hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", _DELTA_NET, {}, "bfloat16"),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.protocol.decoder import KV, Decoder, PlainStack
-from kintsugi.core.layout import ChunkLost, ChunkManifest, Codec, LayerFrame, digests_of
+from kintsugi.core.exchange import ChunkLost, LayerFrame
+from kintsugi.core.layout import ChunkManifest, Codec, digests_of
 from kintsugi.core.plan import BlendPlan, ChunkHit, RagPrompt, Selection
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.fusor.blend import BlendPass, PassRegion

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.layout import KVLayout
+from kintsugi.core.layout import KVLayout, Part
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
 
@@ -163,6 +163,7 @@ class PlainStack:
     def __init__(self, decoder: Decoder, places: int) -> None:
         self.decoder, self.num_layers = decoder, decoder.num_layers
         self.projection_share = decoder.projection_share
+        self.attending = tuple(range(decoder.num_layers))
         shape = (decoder.num_layers, places, decoder.kv_heads, decoder.head_dim)
         self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
 
@@ -211,6 +212,9 @@ class PlainStack:
         attended = attend(fresh.query, self.keys[layer, :end], self.values[layer, :end], visible)
         hidden.states = self.decoder.finish(layer, hidden.states, attended)
         return fresh if capture else None
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        return self.decoder.layout.group_of(layer).parts
 
     def attention_rule(self, layer: int) -> AttentionRule:
         return AttentionRule(self.decoder.head_dim**-0.5)

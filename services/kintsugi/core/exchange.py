@@ -294,3 +294,25 @@ class EngineBackend(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Idempotent. A closed backend answers every call with `Unavailable`."""
+
+
+@dataclass(frozen=True)
+class LayerFrame:
+    """The verified bytes of some heads of one layer of one chunk."""
+
+    chunk: int
+    """Index into the request's keys."""
+    layer: int
+    data: memoryview
+    """The bytes of `ChunkManifest.head_range_bytes`, valid until the next frame is taken."""
+
+
+@dataclass(frozen=True)
+class ChunkLost:
+    """Sent instead of a frame if a chunk can no longer be read. No more of its frames follow."""
+
+    chunk: int
+    layer: int
+    reason: str
+    is_unanswered: bool = False
+    """Whether the chunk may still be stored in a shard that did not answer."""

@@ -599,25 +599,3 @@ def check_frames(manifest: ChunkManifest, frame_sizes: Sequence[int]) -> None:
         needed = manifest.frame_bytes_of(layer)
         if size != needed:
             raise InvalidField(f"frames[{index}]", f"has {size} bytes; the manifest needs {needed}")
-
-
-@dataclass(frozen=True)
-class LayerFrame:
-    """The verified bytes of some heads of one layer of one chunk."""
-
-    chunk: int
-    """Index into the request's keys."""
-    layer: int
-    data: memoryview
-    """The bytes of `ChunkManifest.head_range_bytes`, valid until the next frame is taken."""
-
-
-@dataclass(frozen=True)
-class ChunkLost:
-    """Sent instead of a frame if a chunk can no longer be read. No more of its frames follow."""
-
-    chunk: int
-    layer: int
-    reason: str
-    is_unanswered: bool = False
-    """Whether the chunk may still be stored in a shard that did not answer."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kintsugi.core.accounting import ChunkAudit
 from kintsugi.core.errors import NotFound
-from kintsugi.core.layout import ChunkLost, ChunkManifest, Codec, LayerFrame, codec_named
+from kintsugi.core.exchange import ChunkLost, LayerFrame
+from kintsugi.core.layout import ChunkManifest, Codec, codec_named
 from kintsugi.fusor.codecs import decode_frame
 
 ROUNDING = 0.25

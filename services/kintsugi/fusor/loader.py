@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import Corrupted, KintsugiError
-from kintsugi.core.layout import ChunkLost, ChunkManifest, LayerFrame
+from kintsugi.core.exchange import ChunkLost, LayerFrame
+from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor.rope import Rotary

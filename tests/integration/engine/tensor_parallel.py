@@ -19,7 +19,8 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 els
 
 import torch
 
-from kintsugi.core.layout import ChunkManifest, HeadRange, LayerFrame, digests_of
+from kintsugi.core.exchange import LayerFrame
+from kintsugi.core.layout import ChunkManifest, HeadRange, digests_of
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.auditing import find_stored_copies

@@ -11,7 +11,8 @@ import pytest
 from torch import Tensor
 
 from kintsugi.core.accounting import ChunkAudit
-from kintsugi.core.layout import ChunkLost, ChunkManifest, Codec, HeadRange, digests_of
+from kintsugi.core.exchange import ChunkLost
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, digests_of
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.engine.local import LocalEngine, save_prompt

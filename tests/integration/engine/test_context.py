@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kintsugi.core.layout import ChunkManifest, HeadRange, LayerFrame
+from kintsugi.core.exchange import LayerFrame
+from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.report import Binding
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span

@@ -28,6 +28,7 @@ from tests.integration.engine.conftest import (
     ask,
     ask_cold,
     chunks_of,
+    engine_dtype,
     folder_of,
     max_dlogprob,
     rag,
@@ -50,15 +51,14 @@ heads, and so rotates other elements."""
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "lfm2": {"dtype": "float32", **NATIVE_ROTATION},
     "granite-4": {"dtype": "float32"},
-    "bamba": {"dtype": "float32"},
     "qwen3.5": {"dtype": "bfloat16"},
     "qwen3-next": {"dtype": "bfloat16"},
 }
-MAMBA2 = ("granite-4", "bamba")
+MAMBA2 = ("granite-4",)
 needs_torchvision = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="vLLM's module of Qwen3.5 imports torchvision"
 )
-MARKS = {"qwen3.5": [pytest.mark.full, needs_torchvision], "bamba": [pytest.mark.full]}
+MARKS = {"qwen3.5": [pytest.mark.full, needs_torchvision], "qwen3-next": [pytest.mark.full]}
 EVERY = [pytest.param(one, marks=MARKS.get(one, [])) for one in ARGUMENTS]
 
 SELECTIONS = [
@@ -79,7 +79,18 @@ def hybrid(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot, hybrid: str) -> LocalEngine:
+    _forget_ranks(hybrid)
     return engine_slot.get(hybrid, enable_prefix_caching=False, **ARGUMENTS[hybrid])
+
+
+def _forget_ranks(hybrid: str) -> None:
+    """vLLM makes the group of ranks that share experts only with the first model of a process."""
+    if hybrid != "qwen3-next":
+        return
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +131,8 @@ def require_blended(generation: Generation) -> dict[str, Any]:
 def assert_same(hybrid: str, full: Generation, other: Generation) -> float:
     """Two answers are equal, up to a tie in bfloat16; the largest difference of a logprob."""
     dtype = ARGUMENTS[hybrid]["dtype"]
+    if dtype == "bfloat16" and engine_dtype() != dtype:
+        pytest.skip("without AVX-512, products of bfloat16 round by the number of rows")
     difference = max_dlogprob(full, other)
     assert difference <= EXACT_MAX[dtype]
     if dtype == "float32":

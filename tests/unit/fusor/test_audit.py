@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kintsugi.core.accounting import ChunkAudit
 from kintsugi.core.errors import NotFound
-from kintsugi.core.layout import ChunkLost, ChunkManifest, Codec, KVLayout, LayerFrame
+from kintsugi.core.exchange import ChunkLost, LayerFrame
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.fusor.audit import find_damage, measure_errors, relative_error, tolerance_of
 from kintsugi.fusor.codecs import encode_frame

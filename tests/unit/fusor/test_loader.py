@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import Corrupted, DeadlineExceeded, KintsugiError, Unavailable
-from kintsugi.core.layout import (
-    ChunkLost,
-    ChunkManifest,
-    Codec,
-    HeadRange,
-    KVLayout,
-    LayerFrame,
-    LayerGroup,
-    Part,
-    PartKind,
-)
+from kintsugi.core.exchange import ChunkLost, LayerFrame
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, LayerGroup, Part, PartKind
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor import staging
 from kintsugi.fusor.codecs import encode_frame

@@ -132,7 +132,7 @@ class GatedDeltaNet(RecurrentKV):
 
 
 class Mamba2(RecurrentKV):
-    """vLLM's `MambaMixer2` (Bamba, Granite 4): x, B and C before their convolution, and dt."""
+    """vLLM's `MambaMixer2` (Granite 4): x, B and C before their convolution, and dt."""
 
     operation = "mamba_mixer2"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from kintsugi.core.layout import ChunkLost, LayerFrame
+from kintsugi.core.exchange import ChunkLost, LayerFrame
 from kintsugi.core.plan import ChunkSource
 
 RECENT_SHARE = 0.25

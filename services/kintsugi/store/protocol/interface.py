@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.exchange import ChunkLost as ChunkLost
 from kintsugi.core.exchange import ErasedPlace as ErasedPlace
-from kintsugi.core.layout import ChunkLost as ChunkLost
+from kintsugi.core.exchange import LayerFrame as LayerFrame
 from kintsugi.core.layout import ChunkManifest, HeadRange
-from kintsugi.core.layout import LayerFrame as LayerFrame
 from kintsugi.core.namespaces import EVERY_NAMESPACE
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.errors import ForeignChunkKey, Unavailable
+from kintsugi.core.errors import ForeignChunkKey
 from kintsugi.core.gate import GateState
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
-from kintsugi.core.plan import BlendPlan, ChunkSource, Selection, make_trial
+from kintsugi.core.plan import ChunkSource, Selection
 from kintsugi.core.report import Cell
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span, TokenIds
@@ -35,38 +34,11 @@ from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.hashing import Salts
 from kintsugi.engine.scheduler.requests import Parking, add_span_keys, parking_of_saves
 from kintsugi.engine.scheduler.side import SchedulerSide
-from kintsugi.fusor.control.controller import LoadingController, Planner, PlanRequest
+from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
-from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import Found
 from tests.fakes.reports import BINDING, ENOUGH_PAIRS, measured_state, tally_of
-
-BLOCK = 16
-PROMPT = list(range(100))
-
-
-class StubStore(RamStore):
-    """Answers lookups as the test says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_down = False
-        self.lookups = 0
-        self.held: dict[ChunkKey, Found] = {}
-
-    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        self.lookups += 1
-        if self.is_down:
-            raise Unavailable("down")
-        return [self.held.get(key) for key in keys] if self.held else super().find(namespace, keys)
-
-
-@dataclass(frozen=True)
-class BrokenPlanner(Planner):
-    """A defect that nobody has thought of."""
-
-    def plan(self, request: PlanRequest) -> BlendPlan:
-        raise ZeroDivisionError("by the test")
+from tests.unit.engine.scheduler.stubs import BLOCK, PROMPT, BrokenPlanner, StubStore, trial_of
 
 
 @pytest.fixture
@@ -596,12 +568,6 @@ def test_what_passed_is_used_by_requests_that_name_nothing(side: SchedulerSide, 
     side.on_new_request(request)
     assert side._states["one"].permit.selection == Selection(0.4)
     assert side._states["one"].planner.selection == Selection(0.4)
-
-
-def trial_of(name: str, selection: Selection) -> Any:
-    params = KintsugiParams("acme", spans=(Span(0, 32), Span(32, 64)), trial=make_trial(selection))
-    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
-    return Request(name, PROMPT, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
 
 
 def test_a_trial_blends_whatever_passed_and_shares_kv_with_no_other_request(

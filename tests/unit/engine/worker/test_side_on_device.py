@@ -266,7 +266,7 @@ def test_a_pass_is_over_once_it_is_on_every_rank(
     monkeypatch: pytest.MonkeyPatch, bench: Bench, device: PretendCuda
 ) -> None:
     """Ranks that end a pass in different steps would no longer run the same layers together."""
-    is_done = bench.side._stack([BLOCKS], [LENGTH]).end_pass()
+    is_done = bench.side._stack([JobTokens("asked", [0] * LENGTH, 0, BLOCKS)]).end_pass()
     assert is_done()
     monkeypatch.setattr(stack_module, "is_so_on_any_rank", lambda _is_behind: True)
     assert not is_done()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kintsugi.core.layout import ChunkLost, LayerFrame
+from kintsugi.core.exchange import ChunkLost, LayerFrame
 from kintsugi.core.plan import ChunkSource
 from kintsugi.fusor.control.estimates import Meter, Transfer
 

@@ -46,6 +46,7 @@ class MLAAttention(torch.nn.Module):
 
 def test_a_latent_takes_the_place_of_v_and_its_rotary_key_that_of_k() -> None:
     kv = kv_of(MLAAttention())
+    assert isinstance(kv, LatentKV)
     assert (kv.heads, kv.key_width, kv.value_width) == (1, ROTARY, RANK)
     query, latent, rotary = random(5, HEADS, NOPE + ROTARY), random(5, RANK), random(5, 1, ROTARY)
     got = kv.tell_apart(query, latent, rotary)
@@ -65,7 +66,9 @@ def test_plain_attention_stores_k_and_v() -> None:
 def test_what_is_written_is_latent_before_rotary_key() -> None:
     attention = MLAAttention()
     key, value = random(2, 1, ROTARY), random(2, 1, RANK)
-    kv_of(attention).write(torch.tensor([3, 6]), key, value)
+    kv = kv_of(attention)
+    assert isinstance(kv, LatentKV)
+    kv.write(torch.tensor([3, 6]), key, value)
     written = attention.kv_cache.view(-1, RANK + ROTARY)[[3, 6]]
     assert torch.equal(written, torch.cat((value[:, 0], key[:, 0]), -1))
 
