@@ -1,7 +1,8 @@
-"""A gateway's interface to engines, and the values that both exchange.
+"""A gateway's interface to engines, and the values that gateways, engines and stores exchange.
 
 The values are plain, so that they can pass through Ray, within one process or in a test. A gateway sends
-constraints (`KintsugiParams`), never a plan, and tokens, never tensors.
+constraints (`KintsugiParams`), never a plan, and tokens, never tensors. A store sends a `LayerFrame` for each
+layer of each chunk, or a `ChunkLost`.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A **frame** is one layer of one chunk. It is head-major, ``[kv_heads, 2, tokens, head_dim]`` with K before V,
 so that a tensor-parallel rank reads one contiguous byte range. K is stored before RoPE and rotated once, at
-load. A layout has **groups** of consecutive equal layers. In a layer that stores something other than K
-and V, a head is the sequence of its parts, ``[tokens, width]`` each. Quantised codecs store a
-head's scales after its elements. A digest covers each head of each frame, so a rank can verify exactly the
-bytes it read. The store never decodes; `fusor.codecs` encodes and decodes on tensors.
+load. A layout has **groups** of consecutive equal layers. In a layer that stores something other than K and
+V, a head is the sequence of its parts, ``[tokens, width]`` each. Quantised codecs store a head's scales after
+its elements. A digest covers each head of each frame, so a rank can verify exactly the bytes it read. The
+store never decodes; `fusor.codecs` does.
 
 A chunk may have **side frames** before its layers: bytes that belong to the whole chunk, identified by a
 kind. As a layer number, kind k is -k, so the frames of a chunk are in ascending order. A reader skips kinds
@@ -34,8 +34,7 @@ FORMAT = 1
 DIGEST_BYTES = 16
 """xxh3-128 per (layer, kv head)."""
 SALT_BYTES = 16
-"""Length of the salt. It is random for every put of an encrypted chunk, so no two puts share an encryption
-key."""
+"""Length of the salt, random for every put of an encrypted chunk: no two puts share an encryption key."""
 
 TOKENS_MAX = 1 << 20
 ANCHORS_MAX = 16

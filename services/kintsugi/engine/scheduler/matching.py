@@ -25,11 +25,10 @@ from kintsugi.core.spaces import (
     TokenIds,
     anchors_at_every_offset,
 )
-from kintsugi.engine.protocol import ProbeJob
 from kintsugi.store.protocol.interface import Anchored, ChunkStore, Found
 
 if TYPE_CHECKING:
-    from kintsugi.engine.protocol import JobTokens  # imports vLLM, which audits do without
+    from kintsugi.engine.protocol import JobTokens, ProbeJob  # imports vLLM, which audits do without
 
 COMPARISONS_MAX = 1 << 17
 """Stored lengths that are compared with one prompt."""
@@ -289,6 +288,8 @@ def hits_of(match: Match, last: int, num_ranks: int) -> tuple[ChunkHit, ...]:
 def probe_of(hits: Sequence[ChunkHit], match: Match) -> ProbeJob:
     """Make a job that reads one chunk from every source."""
     by_source = {hit.source: hit for hit in hits}
+    from kintsugi.engine.protocol import ProbeJob
+
     return ProbeJob(tuple(by_source.values()), {hit.key: match.stored[hit.key] for hit in by_source.values()})
 
 
