@@ -7,7 +7,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -68,6 +68,18 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def format_result(result: Mapping[str, Any]) -> str:
+    """Return a result as JSON with a line for each figure, so that a change shows which one it is."""
+    parts = []
+    for name, value in result.items():
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        if isinstance(value, list) and value:
+            rows = (json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in value)
+            text = "[\n" + ",\n".join(rows) + "\n]"
+        parts.append(f"{json.dumps(name)}:{text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def report(benchmark: str, config: dict[str, Any], figures: Sequence[Figure], save_as: str | None) -> None:
     """Print the table, keep the result as `results/SAVE_AS.json` where given, print the JSON object last."""
     # Not above: `make gpu` takes figures from here where torch alone is installed.
@@ -96,5 +108,5 @@ def report(benchmark: str, config: dict[str, Any], figures: Sequence[Figure], sa
     }
     if save_as is not None:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{save_as}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        (RESULTS / f"{save_as}.json").write_text(format_result(result))
     print(json.dumps(result, ensure_ascii=False))

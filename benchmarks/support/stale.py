@@ -43,6 +43,8 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "scale": _SERVICE,
     "clients": _SERVICE,
     "console": (*_SERVICE, "cli"),
+    "codecs": (*_BLEND, *_RAM_STORE, "quality"),
+    "protocol": (*_BLEND, *_RAM_STORE, "quality", "precompute"),
     "latent": (*_BLEND, *_RAM_STORE, "checkpoints"),
     "store": ("core", *_STORE),
     "precompute": (*_BLEND, *_STORE, "precompute"),

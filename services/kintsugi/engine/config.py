@@ -65,7 +65,7 @@ class EngineConfig:
     audits: bool = False
     """Accept requests that audit stored chunks (`op=audit`), and trials of configurations. Kintsugi's own
     engines set it, because their callers cannot send such requests. In vLLM's own server any caller can, so
-    set it only with `serving.vllm_server.LearningMiddleware`, which refuses them."""
+    set it only with the middleware that learns there, because it refuses them."""
 
     save_only: bool = False
     """Save chunks and blend nothing; no report is read. For precompute's workers."""

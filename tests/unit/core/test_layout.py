@@ -99,7 +99,7 @@ class TestSizes:
             ("num_kv_heads", -1, "groups"),
             ("num_kv_heads", 1025, "groups"),
             ("head_dim", 0, "groups"),
-            ("head_dim", 1025, "groups"),
+            ("head_dim", (1 << 16) + 1, "groups"),
             ("dtype", "int8", "dtype"),
         ],
     )

@@ -129,9 +129,12 @@ def test_a_missing_folder_is_not_found(tmp_path: Path) -> None:
 
 
 def test_a_busy_prefix_cache_is_unavailable() -> None:
-    engine = LocalEngine(SimpleNamespace(reset_prefix_cache=lambda: False))
+    steps: list[int] = []
+    core = SimpleNamespace(step=lambda: steps.append(1))
+    engine = LocalEngine(SimpleNamespace(reset_prefix_cache=lambda: False, llm_engine=core))
     with pytest.raises(Unavailable, match="running requests"):
         engine.reset_prefix_cache()
+    assert steps == [1], "a step that was in flight has ended"
 
 
 def test_closing_twice_is_closing_once() -> None:

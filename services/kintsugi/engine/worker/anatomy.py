@@ -11,8 +11,9 @@ from vllm.forward_context import set_forward_context
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.worker.calls import LayerCalls, watch_calls
-from kintsugi.engine.worker.model import HeadsKV, LatentKV, Layer, LoadedModel
+from kintsugi.engine.worker.model import LatentKV, Layer, LoadedModel
 from kintsugi.engine.worker.native import mass_kernel, rotation_kernel
+from kintsugi.engine.worker.recurrence import RecurrentKV
 from kintsugi.engine.worker.rotation import (
     TOKENS,
     KeyRotation,
@@ -169,7 +170,7 @@ def _project(model: LoadedModel, layer: Layer, hidden: Hidden, positions: Tensor
 
 def _total_heads(model: LoadedModel, layer: Layer) -> int:
     """Return the number of a layer's KV heads over all ranks."""
-    if not isinstance(layer.kv, HeadsKV) or isinstance(layer.kv, LatentKV):
+    if isinstance(layer.kv, LatentKV | RecurrentKV):
         return 1
     own, (_, ranks) = layer.kv.heads, rank_and_size()
     if ranks == 1:

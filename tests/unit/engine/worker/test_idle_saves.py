@@ -15,6 +15,7 @@ from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.protocol import JobTokens, SaveJob
+from kintsugi.engine.worker import saves as saves_module
 from kintsugi.engine.worker.saves import IdleSavePasses
 from kintsugi.fusor.sliced import PassStatus, SlicedWork, Stopwatch
 
@@ -23,6 +24,8 @@ SPACE = ChunkSpace(ModelFingerprint.of({"model": "toy"}), "acme")
 
 class Pass(SlicedWork):
     """Takes three units of one token-layer each."""
+
+    failure = None
 
     def __init__(self, jobs: list[SaveJob]) -> None:
         self.status = PassStatus.RUNNING
@@ -39,6 +42,11 @@ class Pass(SlicedWork):
 
     def close(self) -> None:
         self.is_closed = True
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves_module, "is_so_on_any_rank", lambda flag: flag)
 
 
 @pytest.fixture
