@@ -367,7 +367,7 @@ def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
     ("setting", "path"),
     [
         ("model.nam=m", "model"),
-        ("model.codec=int4", "model.codec"),
+        ("model.codec=int2", "model.codec"),
         ("model.name=gpt2", "model.name"),
         ("model.path=models/7b/final", "model.path"),
         ("engines.replicasMax=none", "engines.replicasMax"),
