@@ -198,8 +198,7 @@ class WatchedClient:
         other logprobs, or if their answer follows a grammar, with which vLLM masks logits before it computes
         logprobs.
         """
-        asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
-        given = asked.get(PARAMS_KEY)
+        given = params_of(sampling)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if given is None or not token_ids or sampling.n != 1:
             return None
@@ -211,6 +210,14 @@ class WatchedClient:
         plain = Prompt(token_ids, params)
         marked = watcher.prepare_prompt(sample_id, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
+
+
+def params_of(sampling: Any) -> dict[str, Any] | None:
+    """Return what a request asks of the connector, as its caller wrote it; None if it asks for nothing."""
+    given: dict[str, Any] | None = ((sampling.extra_args or {}).get("kv_transfer_params") or {}).get(
+        PARAMS_KEY
+    )
+    return given
 
 
 def _is_stopped(output: Any) -> bool:
@@ -236,8 +243,8 @@ class _ToldAccountings:
         extra = dict(sampling.extra_args or {})
         if extra.pop(TICKET, None) is not None:
             sampling.extra_args = extra
-        params = (extra.get("kv_transfer_params") or {}).get(PARAMS_KEY)
-        if not sampling.stop or params is None or params["op"] == Op.OFF:
+        params = params_of(sampling)
+        if not sampling.stop or params is None or params.get("op") == Op.OFF:
             return ""
         ticket = uuid.uuid4().hex
         sampling.extra_args = {**extra, TICKET: ticket}

@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, KintsugiError
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams, check_foreign
+from kintsugi.core.request import KintsugiParams, check_foreign
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts
 from kintsugi.engine.plugin import CONNECTOR
+from kintsugi.engine.watching import params_of
 from kintsugi.serving.learning import make_learning
 from kintsugi.store.client.registry import open_store
 
@@ -94,7 +95,7 @@ async def _generate(
 ) -> AsyncIterator[Any]:
     """Generate for a caller of the server. Raises `ValueError`, which vLLM answers with 400, for a request
     that only the engine itself may send: the connector accepts it from everybody."""
-    client, given = watched, ((sampling.extra_args or {}).get("kv_transfer_params") or {}).get(PARAMS_KEY)
+    client, given = watched, params_of(sampling)
     if given is not None:
         try:
             params = KintsugiParams.from_mapping(given)
