@@ -81,8 +81,9 @@ def _chunks(text: str) -> list[Passage]:
 
 
 def _best_chunks(texts: Sequence[str], question: str, answers: Sequence[str]) -> tuple[Passage, ...]:
-    """Of each document the chunk that shares most words with the question and its answers, and repeats none
-    of the chunks before it if that is possible: MuSiQue's passages are windows over the same texts."""
+    """Return, for each document, the chunk that shares most words with the question and its answers, and
+    repeats none of the chunks before it if that is possible: MuSiQue's passages are windows over the same
+    texts."""
     wanted = set(re.findall(r"\w+", f"{question} {' '.join(answers)}".lower()))
     found: list[Passage] = []
     for text in texts:

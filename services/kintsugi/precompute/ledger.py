@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import blake3
 
@@ -342,36 +343,34 @@ class Ledger(DocumentIndex):
     ) -> Iterator[list[tuple[int, list[PendingChunk]]]]:
         """Yield pages of the edition's distinct chunks: each one's number, and the chunk with its plain
         copy."""
-        last = 0
-        while True:
-            with self._database.open_read() as db:
-                plain = find_plain_space(db, edition)
-                rows = db.execute(
-                    "SELECT id, key, tokens, num_tokens FROM chunk WHERE id>? AND EXISTS"
-                    " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY id LIMIT ?",
-                    (last, edition, PAGE),
-                ).fetchall()
-            if not rows:
-                return
-            last = rows[-1][0]
+        for plain, rows in self._pages(edition, "id"):
             yield [(row[0], add_copies([parse_pending(*row[1:])], plain, name_key)) for row in rows]
 
     def keys(self, edition: int, name_key: bytes = b"") -> Iterator[list[ChunkKey]]:
         """Yield pages of the keys of the edition's distinct chunks and of their plain copies."""
-        last = b""
+        for plain, rows in self._pages(edition, "key"):
+            chunks = [parse_pending(*row[1:]) for row in rows]
+            yield [chunk.key for chunk in add_copies(chunks, plain, name_key)]
+
+    def _pages(
+        self, edition: int, order: Literal["id", "key"]
+    ) -> Iterator[tuple[bytes | None, list[tuple[int, bytes, bytes, int]]]]:
+        """Yield pages of the edition's distinct chunks, each with the space of plain copies: rows of id, key,
+        tokens and number of tokens."""
+        last: int | bytes = 0  # SQLite sorts blobs after numbers
         while True:
             with self._database.open_read() as db:
                 plain = find_plain_space(db, edition)
                 rows = db.execute(
-                    "SELECT key, tokens FROM chunk WHERE key>? AND EXISTS"
-                    " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY key LIMIT ?",
+                    f"SELECT id, key, tokens, num_tokens FROM chunk WHERE {order}>? AND EXISTS"
+                    " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?)"
+                    f" ORDER BY {order} LIMIT ?",
                     (last, edition, PAGE),
                 ).fetchall()
             if not rows:
                 return
-            last = rows[-1][0]
-            chunks = [parse_pending(key, tokens, 0) for key, tokens in rows]
-            yield [chunk.key for chunk in add_copies(chunks, plain, name_key)]
+            last = rows[-1][0 if order == "id" else 1]
+            yield plain, rows
 
     @contextmanager
     def orphans(self, namespace: str, name_key: bytes = b"") -> Iterator[list[ChunkKey]]:

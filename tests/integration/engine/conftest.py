@@ -162,6 +162,21 @@ def rag(*chunks: list[int]) -> Rag:
     return Rag([("chunk", chunk) for chunk in chunks])
 
 
+def saved(engine: LocalEngine, *sizes: int) -> Rag:
+    """A prompt of chunks that the store holds."""
+    chunks = chunks_of(*sizes, seed=20)
+    for generation in engine.save(PREFIX, chunks, NAMESPACE):
+        assert generation.accounting is not None
+        assert generation.accounting["outcome"] == "saved", generation.accounting
+    return rag(*chunks)
+
+
+def require_blended(generation: Generation) -> dict[str, Any]:
+    assert generation.accounting is not None
+    assert generation.accounting["outcome"] == "blended", generation.accounting
+    return generation.accounting
+
+
 def ask(
     engine: LocalEngine, token_ids: Sequence[int], params: KintsugiParams | None = None, max_tokens: int = 8
 ) -> Generation:

@@ -24,7 +24,6 @@ from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
     EngineSlot,
-    Rag,
     ask,
     ask_cold,
     chunks_of,
@@ -34,6 +33,8 @@ from tests.integration.engine.conftest import (
     rag,
     ram_store,
     random_tokens,
+    require_blended,
+    saved,
 )
 from tests.oracle import Oracle, measured_layers
 
@@ -107,25 +108,10 @@ def caching(engine_slot: EngineSlot, hybrid: str) -> LocalEngine:
     )
 
 
-def saved(engine: LocalEngine, *sizes: int) -> Rag:
-    """A prompt of chunks that the store holds."""
-    chunks = chunks_of(*sizes, seed=20)
-    for generation in engine.save(PREFIX, chunks, NAMESPACE):
-        assert generation.accounting is not None
-        assert generation.accounting["outcome"] == "saved", generation.accounting
-    return rag(*chunks)
-
-
 def layout_of_model() -> KVLayout:
     """What the engine's worker, in this process, stores of a chunk."""
     layout: KVLayout = get_kv_transfer_group()._worker._model.layout
     return layout
-
-
-def require_blended(generation: Generation) -> dict[str, Any]:
-    assert generation.accounting is not None
-    assert generation.accounting["outcome"] == "blended", generation.accounting
-    return generation.accounting
 
 
 def assert_same(hybrid: str, full: Generation, other: Generation) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kintsugi.core.request import KintsugiParams
-from kintsugi.engine.local import Generation, LocalEngine, Prompt
+from kintsugi.engine.local import LocalEngine, Prompt
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -16,6 +16,7 @@ from tests.integration.engine.conftest import (
     ask_cold,
     chunks_of,
     rag,
+    require_blended,
 )
 
 pytestmark = [
@@ -44,12 +45,6 @@ def prompt(engine: LocalEngine) -> Rag:
         assert generation.accounting is not None
         assert generation.accounting["outcome"] == "saved", generation.accounting
     return rag(*chunks)
-
-
-def require_blended(generation: Generation) -> dict[str, object]:
-    assert generation.accounting is not None
-    assert generation.accounting["outcome"] == "blended", generation.accounting
-    return generation.accounting
 
 
 def test_full_ratio_is_full_prefill_in_steps(engine: LocalEngine, prompt: Rag) -> None:

@@ -20,11 +20,10 @@ from tests.integration.engine.conftest import (
     Rag,
     ask,
     ask_cold,
-    chunks_of,
     folder_of,
     max_dlogprob,
-    rag,
     random_tokens,
+    saved,
 )
 from tests.model_configs import FAMILIES, WINDOW, config_of
 from tests.oracle import Oracle, measured_layers
@@ -82,15 +81,6 @@ def oracle(family: str) -> Oracle | None:
 def engine(engine_slot: EngineSlot, family: str) -> LocalEngine:
     arguments: dict[str, Any] = {**ENGINE_ARGS.get(family, {}), **FLOAT32_ARGS.get(family, {})}
     return engine_slot.get(family, dtype="float32", **arguments)
-
-
-def saved(engine: LocalEngine, *sizes: int) -> Rag:
-    """A prompt of chunks that the store holds."""
-    chunks = chunks_of(*sizes, seed=20)
-    for generation in engine.save(PREFIX, chunks, NAMESPACE):
-        assert generation.accounting is not None
-        assert generation.accounting["outcome"] == "saved", generation.accounting
-    return rag(*chunks)
 
 
 def difference_from_full(engine: LocalEngine, prompt: Rag, ratio: float) -> float:

@@ -274,7 +274,7 @@ EXPRESSION = re.compile(r"\[[a-zA-Z0-9^-]+\]|\(\?|[)\]][*+?{]|\\|\.\*|\^|\$")
 
 
 def test_whatever_the_crd_refuses_it_refuses_in_words() -> None:
-    """Of a pattern, the API server prints the regular expression; of a rule, its message."""
+    """The API server prints the regular expression of a pattern, and the message of a rule."""
     expression_cost = 0.0
     for kind, crd in crds().items():
         for path, schema in structures(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"], kind):
