@@ -70,7 +70,7 @@ from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 from kintsugi.store.client.registry import is_process_local, open_store
 from kintsugi.store.protocol.interface import ChunkStore
-from kintsugi.store.protocol.metrics_port import with_readiness
+from kintsugi.store.protocol.metrics_port import MetricsServer, with_readiness
 
 if TYPE_CHECKING:
     from kintsugi.engine.scheduler.gate import Gate
@@ -250,7 +250,7 @@ class AsyncEngine(EngineBackend):
         self._declined = parts.unsupported
         self._submitted = 0
         self._front: Any = None
-        self._metrics: Any = None
+        self._metrics: MetricsServer | None = None
 
     async def warm_up(self) -> None:
         """Prepare the engine for requests: import vLLM's OpenAI handlers, which takes seconds, and answer two
@@ -369,12 +369,11 @@ class AsyncEngine(EngineBackend):
 
     def serve_metrics(self, host: str, port: int) -> None:
         """Serve metrics of vLLM and the connector to Prometheus, and readiness probes, until `close`."""
-        from prometheus_client import make_wsgi_app, start_http_server
+        from prometheus_client import make_wsgi_app
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-        registry = get_prometheus_registry()
-        self._metrics, _ = start_http_server(port, host, registry)
-        self._metrics.set_app(with_readiness(make_wsgi_app(registry), self._why_not_ready))
+        app = make_wsgi_app(get_prometheus_registry())
+        self._metrics = MetricsServer(with_readiness(app, self._why_not_ready), host, port)
 
     def _why_not_ready(self) -> str:
         try:
@@ -516,8 +515,7 @@ class AsyncEngine(EngineBackend):
         self._gate.close()
         self.store.close()
         if self._metrics is not None:
-            self._metrics.shutdown()
-            self._metrics.server_close()
+            self._metrics.stop()
         if client.output_handler is not None:
             client.output_handler.cancel()  # it would treat the core's end as a failure
         await asyncio.to_thread(client.shutdown)

@@ -1,9 +1,14 @@
-"""Additions to a metrics port: an answer at `/readyz`, and an optional check of tokens."""
+"""The metrics port of a shard or an engine: scrapes, `/readyz`, and an optional check of tokens."""
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from kintsugi.core.errors import PermissionDenied, Unauthenticated
 from kintsugi.store.protocol.access import Access, Verb, parse_bearer
@@ -12,6 +17,65 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 READY_PATH = "/readyz"
+CONNECTIONS_MAX = 32
+"""Maximum number of open connections. Each has a thread, so more of them could take the process's memory and
+its file descriptors."""
+IDLE_S = 10.0
+"""Maximum time for which a peer may send or read nothing."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = IDLE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a scrape every few seconds says nothing new."""
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Serves a WSGI application in threads of its own until `stop`.
+
+    A new connection aborts the oldest one if `CONNECTIONS_MAX` are open, so peers that hold connections
+    without a request do not keep Prometheus out. Prometheus's own server has neither limit."""
+
+    daemon_threads = True
+    block_on_close = False  # `stop` does not wait for a peer that neither sends nor reads
+    request_queue_size = 128
+
+    def __init__(self, app: WSGIApplication, host: str, port: int) -> None:
+        """Start to serve. Raises `OSError` if the address cannot be bound."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._open: dict[socket.socket, None] = {}  # used as an ordered set, the oldest first
+        self._lock = threading.Lock()
+        super().__init__((host.strip("[]"), port), _Handler)
+        self.set_app(app)
+        self.address = (
+            f"[{host.strip('[]')}]:{self.server_port}" if ":" in host else f"{host}:{self.server_port}"
+        )
+        """`host:port`, with the port that was bound."""
+        threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            oldest = next(iter(self._open)) if len(self._open) >= CONNECTIONS_MAX else None
+            self._open[request] = None
+            if oldest is not None:
+                del self._open[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore the error of one connection: its peer has gone, or was too slow."""
+
+    def stop(self) -> None:
+        """Close the port. Answers that are being sent end with the process."""
+        self.shutdown()
+        self.server_close()
 
 
 def with_readiness(

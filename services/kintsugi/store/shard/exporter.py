@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, make_wsgi_app, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.audit import AuditLog
-from kintsugi.store.protocol.metrics_port import require_admin, with_readiness
+from kintsugi.store.protocol.metrics_port import MetricsServer, require_admin, with_readiness
 from kintsugi.store.protocol.tls import TlsFiles, parse_address
 from kintsugi.store.shard.shard import Shard
 
@@ -65,8 +64,8 @@ class ShardMetrics(Collector):
         why_not_ready: Callable[[], str] = lambda: "",
         warning: Callable[[], str] = lambda: "",
         access: Access | None = None,
-    ) -> Any:
-        """Start an HTTP server for scrapes and readiness probes at `host:port`; the caller shuts it down.
+    ) -> MetricsServer:
+        """Start an HTTP server for scrapes and readiness probes at `host:port`; the caller stops it.
         `access`: the callers; scrapes then need the verb `admin`. None: any client may scrape. Raises
         `InvalidField`, `OSError`."""
         host, port = parse_address("metrics", address)
@@ -74,10 +73,7 @@ class ShardMetrics(Collector):
         app = with_readiness(
             metrics if access is None else require_admin(metrics, access), why_not_ready, warning
         )
-        # The server answers before its app is replaced, so it starts with an empty registry.
-        server, _ = start_http_server(port, host, CollectorRegistry())
-        server.set_app(app)
-        return server
+        return MetricsServer(app, host, port)
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         shard, counters = self._shard, self._shard.table.counters

@@ -17,6 +17,7 @@ from kintsugi.store.protocol.access import open_access
 from kintsugi.store.protocol.audit import open_audit
 from kintsugi.store.protocol.grpc_server import GrpcServer
 from kintsugi.store.protocol.guard import ShardGuard
+from kintsugi.store.protocol.metrics_port import MetricsServer
 from kintsugi.store.protocol.tls import TlsFiles, check_listen
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.service import ChunkStoreService
@@ -71,7 +72,7 @@ class ShardServer:
         self._door: ArenaDoor | None = None
         self._server: GrpcServer | None = None
         self._health: asyncio.Task[None] | None = None
-        self._metrics_server: Any = None
+        self._metrics_server: MetricsServer | None = None
         self.address = ""
         """`host:port` of the gRPC server, once started."""
         self.metrics_address = ""
@@ -129,8 +130,7 @@ class ShardServer:
                 self._warning,
                 access if options.protect_metrics else None,
             )
-            host, port = self._metrics_server.server_address[:2]
-            self.metrics_address = f"{host}:{port}"
+            self.metrics_address = self._metrics_server.address
         self._keeper.start()
 
     async def _report_health(self, server: GrpcServer) -> None:
@@ -166,8 +166,7 @@ class ShardServer:
         self._keeper.stop()
         self._close_files()
         if self._metrics_server is not None:
-            self._metrics_server.shutdown()
-            self._metrics_server.server_close()
+            self._metrics_server.stop()
         self._end_loop()
 
     async def _stop_grpc(self, grace_s: float) -> None:
