@@ -216,7 +216,8 @@ def test_a_failure_behind_the_engine_is_not_the_callers_mistake(
     monkeypatch.setattr(served.engine.client, "generate", failing)
     asked = {"input": "Where?", "messages": [{"role": "user", "content": "Where?"}], "prompt": "Where?"}
     name = {RESPONSES_PATH: "input", CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt"}[path]
-    answer = served.post(path, {"model": served.model, name: asked[name]})
+    limit = "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
+    answer = served.post(path, {"model": served.model, name: asked[name], limit: 2})
     assert answer.status_code == 500
     assert "see the engine's log" in answer.json()["error"]["message"]
 
