@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import multiprocessing
 import random
 import resource
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,13 +207,16 @@ async def probe(target: Target) -> bool:
     return True
 
 
+def _run(attack: Attack, target: Target) -> None:
+    asyncio.run(attack(target))
+
+
 async def run_attack(attack: Attack, target: Target, gateway: psutil.Process) -> tuple[float, float]:
     """Seconds in which the caller was locked out, and the gateway's largest growth in MiB."""
     for _ in range(WARM_UP_PROBES):
         if not await probe(target):
             raise RuntimeError("the gateway does not answer before the attack")
     before, most, locked_out_s = gateway.memory_info().rss, 0, 0.0
-    running = asyncio.create_task(attack(target))
 
     async def sample() -> None:
         nonlocal most
@@ -220,15 +225,18 @@ async def run_attack(attack: Attack, target: Target, gateway: psutil.Process) ->
             await asyncio.sleep(SAMPLE_S)
 
     sampling = asyncio.create_task(sample())
-    is_answered = True
-    while not (running.done() and is_answered):
-        began_s = time.monotonic()
-        is_answered = await probe(target)
-        await asyncio.sleep(PROBE_S)
-        if not is_answered:
-            locked_out_s += time.monotonic() - began_s
+    # In this process the attacker would delay the caller's questions himself.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attacker:
+        running = attacker.submit(_run, attack, target)
+        is_answered = True
+        while not (running.done() and is_answered):
+            began_s = time.monotonic()
+            is_answered = await probe(target)
+            await asyncio.sleep(PROBE_S)
+            if not is_answered:
+                locked_out_s += time.monotonic() - began_s
     sampling.cancel()
-    await running
+    running.result()
     return locked_out_s, most / (1 << 20)
 
 
