@@ -155,11 +155,13 @@ test-systems:
 	$(BIN)/python -u -m pytest -m "not full" tests --ignore=tests/unit
 	KINTSUGI_POSED=1 $(BIN)/python -u -m pytest $(ENGINE_TESTS)/test_contract.py
 
-# Folders whose tests need neither torch nor vLLM nor Ray, apart from those in `heavy`.
+# Folders whose tests need neither torch nor vLLM nor Ray, apart from those in `heavy`. The readers of files
+# are left out: their tests start a process each, 25 CPU seconds in all.
 CORE_TESTS := $(addprefix tests/unit/,core discovery gateway models operator precompute quality sdk serving store)
 
 test-core: $(CORE_VENV)/.installed
-	$(CORE_VENV)/bin/python -m pytest --numprocesses 2 -m "not full" --ignore-glob "*/heavy" $(CORE_TESTS)
+	$(CORE_VENV)/bin/python -m pytest --numprocesses 2 -m "not full" --ignore-glob "*/heavy" \
+		--ignore tests/unit/precompute/sources $(CORE_TESTS)
 
 test-full: setup tools
 	$(BIN)/python -u -m pytest -m full

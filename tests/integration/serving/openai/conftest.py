@@ -197,7 +197,7 @@ async def _engine(store: str) -> NotingEngine:
         store,
         # The controller would rather prefill in full: this model takes no time for what these tests hit.
         extra_config={"loading_controller": False, "report_poll_ms": 100, **PATIENT},
-        vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
+        vllm_args={"kv_cache_memory_bytes": 256 << 20},
         openai=OpenAIOptions(tool_call_parser="hermes"),
         aliases=find_aliases(BUNDLED_NAME, HUB_NAME, bundled_checkpoint()),
     )
