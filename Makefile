@@ -66,7 +66,7 @@ BENCHMARKS := $(wildcard benchmarks/*.py)
 # Any interpreter that has torch with CUDA, and Triton; vLLM's part runs where it has vLLM, too.
 GPU_PYTHON ?= python3
 
-.PHONY: help setup demo test test-units test-systems test-core test-full check proto bench bench-stale support gpu gpu-pack fuzz clients lock images tools docs dist
+.PHONY: help setup demo test test-parts test-engines test-core test-full check proto bench bench-stale support gpu gpu-pack fuzz clients lock images tools docs dist
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -140,19 +140,21 @@ else
 	$(BIN)/kintsugi demo $(if $(OPEN),--open)
 endif
 
-# The first part computes; the second mostly waits for engines and servers that it starts.
+# Tests that start no engine. They take about as long as the others, which run beside them.
+PARTS := tests/unit benchmarks/tests tests/simulation tests/e2e/kubernetes \
+	$(addprefix tests/integration/,cli operator store)
 # On the engine that runs by default on a GPU, in a process that pretends to have one (tests/fakes/posed_gpu.py).
 ENGINE_TESTS := tests/integration/engine
 POSED_TESTS := $(patsubst %,$(ENGINE_TESTS)/test_%.py,contract blend prefix_cache failures preemption queue composed)
 
 test: setup tools
-	@$(MAKE) --no-print-directory --jobs=2 test-units test-systems
+	@$(MAKE) --no-print-directory --jobs=2 test-parts test-engines
 
-test-units:
-	$(BIN)/python -u -m pytest -m "not full" tests/unit benchmarks/tests
+test-parts:
+	$(BIN)/python -u -m pytest -m "not full" $(PARTS)
 
-test-systems:
-	$(BIN)/python -u -m pytest -m "not full" tests --ignore=tests/unit
+test-engines:
+	$(BIN)/python -u -m pytest -m "not full" tests $(PARTS:%=--ignore=%)
 	KINTSUGI_POSED=1 $(BIN)/python -u -m pytest $(ENGINE_TESTS)/test_contract.py
 
 # Folders whose tests need neither torch nor vLLM nor Ray, apart from those in `heavy`. The readers of files
