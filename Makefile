@@ -167,6 +167,7 @@ test-core: $(CORE_VENV)/.installed
 
 test-full: setup tools
 	$(BIN)/python -u -m pytest -m full
+	PYTHONPATH=tests/fakes/absent $(BIN)/python -u -m pytest -m full -k "qwen3.5" $(ENGINE_TESTS)/test_hybrids.py
 	KINTSUGI_POSED=1 $(BIN)/python -u -m pytest $(POSED_TESTS)
 
 check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)

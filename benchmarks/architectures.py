@@ -7,8 +7,8 @@ transformers, mixed batches, prefix caching, chunked prefill, two tensor-paralle
     python benchmarks/architectures.py [--quick] [--save] [--only NAME,NAME] [--records FOLDER] [--minutes N]
 
 A row runs in a process of its own; all of them take hours. With `--records`, rows that are known for these
-sources and versions are not run again. `--save` keeps all rows under benchmarks/results; `make support`
-writes docs/SUPPORT.md from them.
+sources and versions are not run again. `--save` keeps all rows under benchmarks/results, with those of the
+committed result that were not run; `make support` writes docs/SUPPORT.md from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -32,14 +34,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if importlib.util.find_spec("torchvision") is None:
     # Before transformers looks for it, here and in every process that is started from here.
-    absent = str(Path(__file__).parent / "support" / "absent")
+    absent = str(Path(__file__).parent.parent / "tests" / "fakes" / "absent")
     sys.path.append(absent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), absent)))
 
 from benchmarks.support.architectures.catalogue import ALL, BLENDED, QUICK, Architecture
 from benchmarks.support.architectures.matrix import Matrix, figures_of, make_table
 from benchmarks.support.architectures.records import Records, Step
-from benchmarks.support.figures import RESULTS, Figure, report
+from benchmarks.support.figures import PACKAGES, RESULTS, commit, report
 
 NAME = "architectures"
 
@@ -54,9 +56,12 @@ def main() -> None:
         records = Records(arguments.records or Path(scratch), until_s)
         matrix = run_matrix(records, [ALL[name] for name in names], arguments.quick)
     Console(file=sys.stderr, width=200).print(make_table(matrix))
-    figures = figures_of(matrix, read_committed_rows())
-    if len(names) < len(ALL):
-        figures = [unjudged(figure) if figure.name == "architectures_exact" else figure for figure in figures]
+    for row in matrix.all_rows():
+        row.commit = commit()
+    committed = read_committed()
+    if committed is not None:
+        matrix = matrix.over(Matrix.of(committed["config"]["rows"], committed["commit"]))
+    figures = figures_of(matrix, committed["config"]["rows"] if committed else [])
     config = {
         "weights": "random",
         "quick": arguments.quick,
@@ -84,18 +89,14 @@ def run_matrix(records: Records, architectures: Sequence[Architecture], quick: b
     return matrix if quick else Matrix(one_rank, records.rows(able, Step.TWO_RANKS))
 
 
-def read_committed_rows() -> list[dict[str, object]]:
-    """The rows of the committed result; none before the first."""
+def read_committed() -> dict[str, Any] | None:
+    """The committed result; None before the first, or if it was made with other versions than these."""
     path = RESULTS / f"{NAME}.json"
     if not path.is_file():
-        return []
-    rows: list[dict[str, object]] = json.loads(path.read_text())["config"]["rows"]
-    return rows
-
-
-def unjudged(figure: Figure) -> Figure:
-    """The figure without its bar: what a part of the architectures cannot reach."""
-    return Figure(figure.name, figure.value, figure.unit, detail=figure.detail)
+        return None
+    result: dict[str, Any] = json.loads(path.read_text())
+    are_these = all(result["config"][name] == version(name) for name in PACKAGES)
+    return result if are_these else None
 
 
 if __name__ == "__main__":

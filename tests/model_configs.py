@@ -167,6 +167,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, **_LFM2}),
     "qwen3-next": ("qwen3_next", {**_DELTA_NET, "num_experts": 4, "num_experts_per_tok": 4, **_SPARSE}),
     "qwen3.5": ("qwen3_5_text", _DELTA_NET),
+    "qwen3.5-moe": (
+        "qwen3_5_moe_text",
+        {**_DELTA_NET, "num_experts": 4, "num_experts_per_tok": 4, **_SPARSE},
+    ),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            **_LFM2,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "num_dense_layers": 1,
+        },
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": [
+                "linear_attention",
+                "mlp",
+                "full_attention",
+                "linear_attention",
+                "mlp",
+                "mlp",
+            ],
+            "head_dim": 32,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "chunk_size": 64,
+        },
+    ),
     "granite-4": (
         "granitemoehybrid",
         {

@@ -113,6 +113,25 @@ def test_the_first_check_that_fails_decides() -> None:
     assert Row.of(json.loads(json.dumps(row.to_mapping()))) == row
 
 
+def test_rows_that_were_not_run_again_stay_with_their_commit() -> None:
+    earlier = Matrix(
+        {name: exact(name) for name in ("LlamaForCausalLM", "Qwen3ForCausalLM")},
+        {name: Row(name) for name in ("LlamaForCausalLM", "Qwen3ForCausalLM")},
+    )
+    document = json.loads(json.dumps(earlier.to_mapping()))
+    for row in document:
+        del row["commit"]  # rows of before there was one
+    document.append({**document[0], "name": "NoSuchModel"})
+    now = replace(exact("LlamaForCausalLM"), commit="new", reason="changed")
+    merged = Matrix({now.name: now}, {}).over(Matrix.of(document, "old"))
+    assert {name: row.commit for name, row in merged.one_rank.items()} == {
+        "LlamaForCausalLM": "new",
+        "Qwen3ForCausalLM": "old",
+    }
+    assert merged.one_rank["LlamaForCausalLM"].reason == "changed"
+    assert list(merged.two_ranks) == ["Qwen3ForCausalLM"]
+
+
 def test_every_row_of_a_class_has_to_be_clear() -> None:
     declined = Row("Qwen3ForCausalLM", Outcome.DECLINED, "mla: a latent")
     rows = [exact("LlamaForCausalLM"), Row("LlamaForCausalLM/yarn", Outcome.CRASHED, "signal 11"), declined]

@@ -14,7 +14,7 @@ from kintsugi.models.declines import DeclineReason
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason", "layer"),
     [
-        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "recurrent", 0),
+        ("olmo_hybrid", {"layer_types": ["linear_attention", "full_attention"]}, "recurrent", 0),
         ("mamba2", {}, "recurrent", 0),
         ("falcon_h1", {}, "recurrent", 0),
         ("jamba", {}, "recurrent", 0),
@@ -47,6 +47,9 @@ def test_declines_name_reason_and_layer(
         ("gemma2", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("gpt_oss", {}),
         ("deepseek_v3", {}),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}),
     ],
 )
 def test_models_that_blend_have_no_decline(model_type: str, fields: dict[str, Any]) -> None:

@@ -100,6 +100,14 @@ def test_the_page_has_what_each_row_found() -> None:
     assert "| no config | C |" in text
 
 
+def test_the_page_names_commits_and_sizes_of_exact_hybrids() -> None:
+    rows = row("A", "exact", commit="def5678"), row("B", "exact"), row("Qwen3NextForCausalLM", "exact")
+    text = render_page(matrix(*rows), Evidence())
+    assert "CPU, commit abc1234 (2 rows) and commit def5678 (1 rows)." in text
+    assert "| Qwen3NextForCausalLM | Qwen3-Next-80B-A3B | 619.0 | 313.0 |" in text
+    assert "Nemotron-H-8B" not in text
+
+
 def test_a_page_that_is_not_what_was_run_is_found() -> None:
     made = matrix(row("A", "exact"))
     page = render_page(made, Evidence())

@@ -53,12 +53,8 @@ def _one(name: str, model_type: str, shows: str = "", ranks: bool = True, **chan
     return Architecture(name, model_type, changes, frozenset(shows.split()), ranks)
 
 
-def _hybrid(
-    name: str, model_type: str, changes: Changes, arguments: Changes, dtype: str = "float32"
-) -> Architecture:
-    return Architecture(
-        name, model_type, changes, frozenset({"hybrid"}), ranks=False, dtype=dtype, arguments=arguments
-    )
+def _hybrid(name: str, model_type: str, changes: Changes, **more: Any) -> Architecture:
+    return Architecture(name, model_type, changes, frozenset({"hybrid"}), ranks=False, **more)
 
 
 def _rope(rope_type: str = "default", theta: float = 10_000.0, **values: Any) -> dict[str, Any]:
@@ -152,8 +148,20 @@ _LFM2_FIELDS: dict[str, Any] = {
 }
 # vLLM's Mamba-2 on a CPU fails with prefix caching: its scan does not return the states between.
 _MAMBA2: dict[str, Any] = {"enable_prefix_caching": False}
+_NEMOTRON_H: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+}
+# transformers' class clamps time steps, vLLM's does not.
+_UNCLAMPED: dict[str, Any] = {"time_step_min": 0.0}
 # vLLM's CPU kernel wants keys and values of one width that it knows.
-_DELTA_NET: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 
 BLENDED: tuple[Architecture, ...] = (
     _one("LlamaForCausalLM", "llama"),
@@ -299,8 +307,8 @@ BLENDED: tuple[Architecture, ...] = (
         text_config={"model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE},
         vision_config=_VISION,
     ),
-    _hybrid("Lfm2ForCausalLM", "lfm2", _LFM2_FIELDS, _LFM2),
-    _hybrid("Lfm2MoeForCausalLM", "lfm2_moe", _LFM2_FIELDS, _LFM2),
+    _hybrid("Lfm2ForCausalLM", "lfm2", _LFM2_FIELDS, arguments=_LFM2),
+    _hybrid("Lfm2MoeForCausalLM", "lfm2_moe", _LFM2_FIELDS, arguments=_LFM2),
     _hybrid(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
@@ -310,12 +318,13 @@ BLENDED: tuple[Architecture, ...] = (
             "layer_types": ["mamba", "attention"] * 2,
             "position_embedding_type": "rope",
         },
-        _MAMBA2,
+        arguments=_MAMBA2,
     ),
+    _hybrid("NemotronHForCausalLM", "nemotron_h", _NEMOTRON_H, arguments=_MAMBA2, referred=_UNCLAMPED),
     # vLLM computes their states on a CPU in bfloat16 alone.
-    _hybrid("Qwen3NextForCausalLM", "qwen3_next", _DELTA_NET, {}, "bfloat16"),
-    _hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", _DELTA_NET, {}, "bfloat16"),
-    _hybrid("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _DELTA_NET, {}, "bfloat16"),
+    _hybrid("Qwen3NextForCausalLM", "qwen3_next", _DELTA_NET, dtype="bfloat16"),
+    _hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", _DELTA_NET, dtype="bfloat16"),
+    _hybrid("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _DELTA_NET, dtype="bfloat16"),
 )
 """Rows of the matrix. Every check runs on those that the engine does not decline."""
 
@@ -328,7 +337,7 @@ OTHERS: tuple[Architecture, ...] = (
     _one("LLaMAForCausalLM", "llama"),
     _one("TeleChat3ForCausalLM", "llama"),
     _one("ExaoneMoEForCausalLM", "exaone_moe"),
-    _one("NemotronHPuzzleForCausalLM", "nemotron_h", mamba_num_heads=8, mamba_head_dim=32, n_groups=1),
+    _hybrid("NemotronHPuzzleForCausalLM", "nemotron_h", _NEMOTRON_H, arguments=_MAMBA2, referred=_UNCLAMPED),
     Architecture(
         "Cohere2MoeForCausalLM", "cohere2_moe", {"tie_word_embeddings": True}, referred=_COHERE_WINDOW
     ),
@@ -350,7 +359,6 @@ OTHERS: tuple[Architecture, ...] = (
     _one("MambaForCausalLM", "mamba"),
     _one("Mamba2ForCausalLM", "mamba2", num_heads=8, head_dim=32, expand=2, state_size=16),
     _one("MiMoV2FlashForCausalLM", "mimo_v2_flash", **_MIMO_V2),
-    _one("NemotronHForCausalLM", "nemotron_h", mamba_num_heads=8, mamba_head_dim=32, n_groups=1),
     _one("OlmoHybridForCausalLM", "olmo_hybrid"),
     _one("OPTForCausalLM", "opt"),
     _one(

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.support.architectures.catalogue import ALL, Architecture
+from benchmarks.support.architectures.catalogue import Architecture
 from benchmarks.support.architectures.checkpoints import make_checkpoint_once
 from benchmarks.support.architectures.declines import decide_without_engine, is_clear
 from benchmarks.support.architectures.rows import (
@@ -39,6 +39,7 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, LocalEngine
 from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
+from tests.stepwise import prefill_like_a_blend
 
 SIZES = (257, 1, 33, 100, 64)
 """Chunk lengths, on both sides of the borders between blocks, longer than the windows of these models. The
@@ -47,9 +48,9 @@ CHUNKED_TOKENS = 64
 """Tokens of a step where prefill is chunked."""
 DISTINCT_TOKENS_MIN = 6
 """An answer of fewer says nothing: the model repeats itself whatever it has read."""
-BFLOAT16_MAX = 0.3
-"""Difference of a logprob where vLLM computes bfloat16 alone. How torch rounds a product there depends on its
-number of rows."""
+BFLOAT16_SHARE_MAX = 2.0
+"""Where vLLM computes bfloat16 alone: a blend's difference from the reference, which computes float32, ÷ that
+of vLLM's own prefill."""
 BEFORE_TIE_MIN = 8
 """Tokens that have to be equal before a tie."""
 
@@ -58,10 +59,18 @@ BEFORE_TIE_MIN = 8
 class _Plain:
     """What vLLM alone answers."""
 
-    full: Generation
+    whole: Generation
+    """The prompt in one step, as plain prompts are computed."""
     again: Generation
-    """The same prompt a second time."""
     others: list[Generation]
+    """`_others` in one step each."""
+    full: Generation
+    """The prompt with the steps of a blend: where vLLM computes a recurrence in bfloat16, the same as `whole`
+    up to rounding alone (`tests.stepwise`); elsewhere `whole`."""
+    chunked: Generation
+    """The same where prefill is chunked."""
+    alone: Generation
+    """The first of `_others` with the steps of a blend."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +143,23 @@ def _check_one_rank(subject: _Subject) -> None:
         return
     _check_chunked(subject, plain)
     _check_bfloat16(subject)
-    _check_that_it_can_tell(row, plain.full, plain.again)
+    _check_that_it_can_tell(row, plain.whole, plain.again)
 
 
 def _ask_alone(subject: _Subject) -> _Plain:
-    prompt = subject.prompt.token_ids
+    prompt, (first, second) = subject.prompt.token_ids, _others(subject.prompt)
     with running(subject.architecture, subject.folder, subject.architecture.dtype) as alone:
-        others = [ask_cold(alone, token_ids) for token_ids in _others(subject.prompt)]
-        return _Plain(ask_cold(alone, prompt), ask_cold(alone, prompt), others)
+        whole, again, *others = (ask_cold(alone, one) for one in (prompt, prompt, first, second))
+        if subject.architecture.dtype == "float32":
+            return _Plain(whole, again, others, whole, whole, others[0])
+
+        def ask(token_ids: Sequence[int], step_tokens: int | None = None) -> Generation:
+            alone.reset_prefix_cache()
+            return prefill_like_a_blend(alone, greedy(token_ids), step_tokens)
+
+        full = ask(prompt)
+        subject.row.figures["vLLM in other steps"] = max_dlogprob(full, whole)
+        return _Plain(whole, again, others, full, ask(prompt, CHUNKED_TOKENS), ask(first))
 
 
 def _check_blends(subject: _Subject, engine: LocalEngine, plain: _Plain) -> None:
@@ -152,7 +170,7 @@ def _check_blends(subject: _Subject, engine: LocalEngine, plain: _Plain) -> None
     _check_prefix_cache(row, engine, prompt, plain)
     _check_mixed(row, engine, prompt, plain)
     if not subject.architecture.stand_in:
-        _check_any_ratio(subject, engine)
+        _check_any_ratio(subject, engine, plain.full)
 
 
 def _decide_without_engine(subject: _Subject, error: Exception) -> None:
@@ -173,13 +191,13 @@ def _check_presence(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _
     """Plain answers, and those of requests that find no chunk yet, are vLLM's own."""
     asked = prompt.params(1.0)
     for params in (None, asked):
-        _compare(row, "plain answers", plain.full, ask_cold(engine, prompt.token_ids, params), R1_MAX)
+        row.compare("plain answers", plain.whole, ask_cold(engine, prompt.token_ids, params), R1_MAX)
 
 
 def _check_full_ratio(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Plain) -> None:
-    _compare(row, "ratio 1", plain.full, blend_cold(engine, prompt, 1.0), R1_MAX)
+    row.compare("ratio 1", plain.full, blend_cold(engine, prompt, 1.0), R1_MAX)
     alone = ChunkPrompt(prompt.chunks[-1:], prompt.question)
-    _compare(row, "own prefix", plain.others[0], blend_cold(engine, alone, 0.0), R1_MAX)
+    row.compare("own prefix", plain.alone, blend_cold(engine, alone, 0.0), R1_MAX)
 
 
 def _check_prefix_cache(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Plain) -> None:
@@ -190,10 +208,10 @@ def _check_prefix_cache(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plai
     engine.generate([greedy(exact_prefix, nothing_to_blend, 1)])
     behind = engine.generate([greedy(prompt.token_ids, prompt.params(1.0))])[0]
     row.figures["tokens_prefix_cached"] = float((behind.accounting or {}).get("tokens_prefix_cached") or 0)
-    _compare(row, "prefix caching", plain.full, require_blended(behind), BATCHED_MAX)
+    row.compare("prefix caching", plain.full, require_blended(behind), BATCHED_MAX)
     blend_cold(engine, prompt, 0.0)
     after = engine.generate([greedy(prompt.token_ids, nothing_to_blend)])[0]
-    _compare(row, "prefix caching", plain.full, after, BATCHED_MAX)
+    row.compare("prefix caching", plain.whole, after, BATCHED_MAX)
 
 
 def _check_mixed(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Plain) -> None:
@@ -209,10 +227,10 @@ def _check_mixed(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Pla
     first, blended, second, _ = engine.generate(asked)
     expected = [plain.others[0], plain.full, plain.others[1]]
     for theirs, ours in zip(expected, (first, require_blended(blended), second), strict=True):
-        _compare(row, "mixed batches", theirs, ours, BATCHED_MAX)
+        row.compare("mixed batches", theirs, ours, BATCHED_MAX)
 
 
-def _check_any_ratio(subject: _Subject, engine: LocalEngine) -> None:
+def _check_any_ratio(subject: _Subject, engine: LocalEngine, plain: Generation) -> None:
     """Every selector against the reference, given the positions that it selected. A model that the reference
     does not know goes without."""
     from tests.oracle import measured_layers
@@ -221,9 +239,11 @@ def _check_any_ratio(subject: _Subject, engine: LocalEngine) -> None:
     reference = _reference_of(subject)
     if reference is None:
         return
-    bound = REFERENCE_MAX if subject.architecture.dtype == "float32" else BFLOAT16_MAX
     hits = [(span.start, span.end) for span in prompt.spans]
     full, furthest = reference.full(prompt.token_ids), 0.0
+    own = max(abs(float(full[token]) - logprob) for token, logprob in plain.top_logprobs[0].items())
+    row.figures["vLLM from the reference"] = own
+    bound = REFERENCE_MAX if subject.architecture.dtype == "float32" else BFLOAT16_SHARE_MAX * own
     for selector, ratio in SELECTIONS:
         got = blend_cold(engine, prompt, ratio, selector)
         positions: dict[str, Sequence[int]] = (got.accounting or {})["recomputed_positions"]
@@ -241,10 +261,10 @@ def _check_any_ratio(subject: _Subject, engine: LocalEngine) -> None:
 class _HybridReference:
     """The tests' oracle, which knows recurrent layers, as a `Reference`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **overrides: object) -> None:
         from tests.oracle import Oracle
 
-        self._oracle = Oracle(folder)
+        self._oracle = Oracle(folder, **overrides)
 
     def blended(self, *arguments: Any) -> Any:
         return self._oracle.blended(*arguments).logprobs[0]
@@ -258,7 +278,7 @@ def _reference_of(subject: _Subject) -> Any:
     from benchmarks.support.architectures.reference import Reference
 
     if "hybrid" in subject.architecture.shows:
-        return _HybridReference(subject.folder)
+        return _HybridReference(subject.folder, **subject.architecture.referred)
     try:
         return Reference(subject.folder, **subject.architecture.referred)
     except InvalidField:
@@ -271,7 +291,7 @@ def _check_chunked(subject: _Subject, plain: _Plain) -> None:
     with running(subject.architecture, subject.folder, dtype, "ram://chunked", **steps) as engine:
         save(engine, subject.prompt)
         blended = blend_cold(engine, subject.prompt, 1.0)
-    _compare(subject.row, "chunked prefill", plain.full, blended, BATCHED_MAX)
+    subject.row.compare("chunked prefill", plain.chunked, blended, BATCHED_MAX)
 
 
 def _check_bfloat16(subject: _Subject) -> None:
@@ -279,7 +299,7 @@ def _check_bfloat16(subject: _Subject) -> None:
     bfloat16 are coarse: where vLLM's own two best are equal, either token is right, and what follows is
     not compared."""
     with running(subject.architecture, subject.folder, "bfloat16") as alone:
-        full = ask_cold(alone, subject.prompt.token_ids)
+        full = prefill_like_a_blend(alone, greedy(subject.prompt.token_ids))
     with running(subject.architecture, subject.folder, "bfloat16", "ram://bfloat16") as engine:
         save(engine, subject.prompt)
         blended = blend_cold(engine, subject.prompt, 1.0)
@@ -290,24 +310,12 @@ def _check_bfloat16(subject: _Subject) -> None:
     subject.row.note("bfloat16", same, max_dlogprob(full, blended), "the tokens differ")
 
 
-def _compare(row: Row, check: str, full: Generation, other: Generation, difference_max: float) -> None:
-    """As `Row.compare`; for a class that vLLM computes in bfloat16 alone, up to its rounding and to a tie."""
-    if row.name not in ALL or ALL[row.name].dtype == "float32":
-        row.compare(check, full, other, difference_max)
-        return
-    difference, tie = max_dlogprob(full, other), find_tie(full, other, BFLOAT16_MAX)
-    same = full.token_ids == other.token_ids or tie is not None
-    row.note(check, same and difference <= BFLOAT16_MAX, difference, "" if same else "the tokens differ")
-
-
-def find_tie(full: Generation, other: Generation, difference_max: float = 0.0) -> int | None:
-    """The step at which `other` first has another token, if that is as likely as the one of `full`, up to
-    ``difference_max``."""
+def find_tie(full: Generation, other: Generation) -> int | None:
+    """The step at which `other` first has another token, if that is as likely as the one of `full`."""
     pairs = zip(full.token_ids, other.token_ids, full.top_logprobs, strict=True)
     for step, (token, chosen, likely) in enumerate(pairs):
         if token != chosen:
-            gap = likely[token] - likely.get(chosen, float("-inf"))
-            return step if gap <= difference_max else None
+            return step if likely.get(chosen) == likely[token] else None
     return None
 
 
@@ -343,4 +351,4 @@ def _check_two_ranks(subject: _Subject) -> None:
     ):
         full = ask_cold(engine, prompt.token_ids)
         save(engine, prompt)
-        _compare(subject.row, "two ranks", full, blend_cold(engine, prompt, 1.0), R1_MAX)
+        subject.row.compare("two ranks", full, blend_cold(engine, prompt, 1.0), R1_MAX)

@@ -65,6 +65,18 @@ _RECURRENT_FIELD = re.compile(
     r"mamba_|ssm_|ssm_cfg|linear_(key|value|num)|state_size|conv_L_cache|rwkv|lru_width"
 )
 _INDEX_FIELD = re.compile(r"index_topk|index_n_heads|sparse_attention_config|compress_ratios?$")
+_BLENDED_RECURRENCES = frozenset(
+    {
+        "lfm2",
+        "lfm2_moe",
+        "granitemoehybrid",
+        "nemotron_h",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    }
+)
+"""Model types whose recurrent layers are blended, as are models with MLPs for layers."""
 _LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt", "xglm", "biogpt", "gpt_neo", "ctrl"})
 """Model types that add a learned embedding of the absolute position."""
 
@@ -86,7 +98,8 @@ def find_decline(config: Mapping[str, Any]) -> Decline | None:
         labels = ["hybrid" if any(map(_RECURRENT_FIELD.match, used)) else "attention"] * count
     if any(map(_INDEX_FIELD.match, used)):
         labels = ["index"] * count
-    for layer, label in enumerate(labels[:count]):
+    judged = [] if text.get("model_type") in _BLENDED_RECURRENCES else labels[:count]
+    for layer, label in enumerate(judged):
         reason, feature = next(
             (reason, feature) for pattern, reason, feature in _LABELS if re.search(pattern, label.lower())
         )

@@ -13,6 +13,7 @@ from benchmarks.support.architectures.catalogue import ALL, BLENDED, Architectur
 from benchmarks.support.architectures.declines import is_clear
 from benchmarks.support.architectures.registry import read_asked_classes
 from benchmarks.support.architectures.rows import Outcome, Row
+from benchmarks.support.architectures.sizes import PUBLISHED, bytes_per_token
 from benchmarks.support.figures import Figure
 
 EXACT_MIN = 28
@@ -40,6 +41,19 @@ class Matrix:
 
     one_rank: Mapping[str, Row]
     two_ranks: Mapping[str, Row]
+
+    @staticmethod
+    def of(rows: Sequence[Mapping[str, Any]], commit: str) -> Matrix:
+        """The matrix of `to_mapping`, of entries that there still are. ``commit``: of rows that name none."""
+        one_rank = [row for row in rows if row["name"] in ALL]
+        two_ranks = [row["two_ranks"] for row in one_rank if row["two_ranks"]]
+        found = ([Row.of({"commit": commit, **row}) for row in those] for those in (one_rank, two_ranks))
+        return Matrix(*({row.name: row for row in those} for those in found))
+
+    def over(self, earlier: Matrix) -> Matrix:
+        """These rows, and those of entries that only ``earlier`` has."""
+        others = {name: row for name, row in earlier.two_ranks.items() if name not in self.one_rank}
+        return Matrix({**earlier.one_rank, **self.one_rank}, {**others, **self.two_ranks})
 
     def all_rows(self) -> list[Row]:
         return [*self.one_rank.values(), *self.two_ranks.values()]
@@ -120,6 +134,7 @@ def figures_of(matrix: Matrix, before: Sequence[Mapping[str, Any]] = ()) -> list
     return [
         _exact_classes(matrix),
         _exact_hybrids(matrix),
+        _hybrid_bytes(),
         _largest("r1_max_abs_dlogprob", in_float32, FULL_RATIO_CHECKS, 1e-4, "ratio 1 against vLLM alone"),
         Figure.at_least(
             "r1_bf16_tokens_equal",
@@ -154,6 +169,12 @@ def _exact_hybrids(matrix: Matrix) -> Figure:
     holds = len(classes) >= HYBRIDS_MIN and not missing
     bar = f"≥ {HYBRIDS_MIN}, with {', '.join(HYBRIDS_NEEDED)}"
     return Figure("hybrid_classes_exact", len(classes), "classes", bar, holds, detail)
+
+
+def _hybrid_bytes() -> Figure:
+    sizes = {model: bytes_per_token(name) for name, (model, _) in PUBLISHED.items()}
+    detail = ", ".join(f"{model}: {size['raw']} raw, {size['int8']} int8" for model, size in sizes.items())
+    return Figure("hybrid_bytes_per_token", max(size["raw"] for size in sizes.values()), "B", detail=detail)
 
 
 def _largest(name: str, rows: Iterable[Row], checks: Sequence[str], bar: float, detail: str) -> Figure:

@@ -61,6 +61,8 @@ class Row:
     checks: dict[str, bool] = field(default_factory=dict)
     """Whether each check that ran holds."""
     seconds: float = 0.0
+    commit: str = ""
+    """The commit that it was found at."""
 
     def note(self, check: str, holds: bool, difference: float, detail: str = "") -> None:
         """Add what a check found. The first that does not hold decides the outcome."""
@@ -83,5 +85,6 @@ class Row:
 
     @staticmethod
     def of(mapping: Mapping[str, Any]) -> Row:
-        """The row that `to_mapping` wrote."""
-        return Row(**{**mapping, "outcome": Outcome(mapping["outcome"])})
+        """The row that `to_mapping` wrote, with or without what a matrix adds."""
+        own = {name: mapping[name] for name in Row.__dataclass_fields__ if name in mapping}
+        return Row(**{**own, "outcome": Outcome(mapping["outcome"])})

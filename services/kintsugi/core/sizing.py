@@ -82,7 +82,7 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
         kv_heads = _positive(values, "num_key_value_heads", heads)
         head_dim = _positive(values, "head_dim", hidden // heads or 1)
         projections = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-        kinds = values.get("layer_types") or ()
+        kinds = _layer_kinds(values, layers)
         parts = (Part(PartKind.K, head_dim), Part(PartKind.V, head_dim))
         attending = LayerGroup(1, kv_heads, parts)
         recurrent = {kind: _recurrent_layer(values, kind, hidden) for kind in {*kinds}}
@@ -95,6 +95,21 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
     return ModelSize(layout, heads, head_dim, layers * (projections + 3 * hidden * width * experts))
 
 
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""Nemotron-H's letters of its layers."""
+
+
+def _layer_kinds(values: Mapping[str, Any], layers: int) -> list[str]:
+    """Return the kind of each layer that mixes tokens; none if the configuration does not list them."""
+    names = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+    listed = next((values[name] for name in names if values.get(name)), ())
+    interval = values.get("full_attention_interval")
+    if interval and not listed:  # Qwen3-Next
+        listed = [("linear" if (layer + 1) % interval else "full") + "_attention" for layer in range(layers)]
+    kinds = [_PATTERN.get(one, one) for one in listed]
+    return [kind for kind in kinds if kind not in ("mlp", "moe")]
+
+
 def _recurrent_layer(values: Mapping[str, Any], kind: str, hidden: int) -> LayerGroup | None:
     """Return what a layer of this kind stores; None for one that attends."""
     gates = 0
@@ -105,13 +120,26 @@ def _recurrent_layer(values: Mapping[str, Any], kind: str, hidden: int) -> Layer
         keys = _positive(values, "linear_num_key_heads") * _positive(values, "linear_key_head_dim")
         width, gates = 2 * keys + heads * _positive(values, "linear_value_head_dim"), 2 * heads
     elif kind in ("mamba", "linear_attention") and "mamba_n_heads" in values:
-        gates = _positive(values, "mamba_n_heads")
-        states = _positive(values, "mamba_n_groups", 1) * _positive(values, "mamba_d_state")
-        width = gates * _positive(values, "mamba_d_head") + 2 * states
+        width, gates = _mamba2_widths(
+            values, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"
+        )
+    elif kind in ("mamba", "linear_attention") and "mamba_num_heads" in values:  # Nemotron-H
+        width, gates = _mamba2_widths(
+            values, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"
+        )
     else:
         return None
     parts = (Part(PartKind.INPUT, width), *((Part(PartKind.GATE, gates),) if gates else ()))
     return LayerGroup(1, 1, parts)
+
+
+def _mamba2_widths(
+    values: Mapping[str, Any], heads: str, head_dim: str, groups: str, state: str
+) -> tuple[int, int]:
+    """Return the widths of a Mamba-2 layer's inputs and gates, from the fields of these names."""
+    gates = _positive(values, heads)
+    states = _positive(values, groups, 1) * _positive(values, state)
+    return gates * _positive(values, head_dim) + 2 * states, gates
 
 
 def _latent_size(

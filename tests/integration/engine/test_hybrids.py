@@ -1,11 +1,13 @@
 """Models that mix tokens by short convolutions, Gated DeltaNet or Mamba-2 in most layers.
 
-In float32 where vLLM's operations compute it, against vLLM itself and an independent oracle. Its Gated
-DeltaNet on a CPU computes bfloat16 alone: there answers are compared, up to a tie of the two best tokens.
+In float32 where vLLM's operations compute it, against vLLM itself and an independent oracle. vLLM's Gated
+DeltaNet on a CPU computes bfloat16 alone: there a blend is compared with a prefill of the same steps, and is
+no further from the oracle, which computes float32, than twice what that prefill is.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, LayerGroup, Part
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, LayerGroup, Part, PartKind
 from kintsugi.core.request import KintsugiParams, SelectorName
+from kintsugi.core.sizing import model_size
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.store.client.ram import RamStore
@@ -27,7 +30,6 @@ from tests.integration.engine.conftest import (
     ask,
     ask_cold,
     chunks_of,
-    engine_dtype,
     folder_of,
     max_dlogprob,
     rag,
@@ -37,14 +39,19 @@ from tests.integration.engine.conftest import (
     saved,
 )
 from tests.oracle import Oracle, measured_layers
+from tests.stepwise import prefill_like_a_blend
 
 pytestmark = pytest.mark.engine("{hybrid}")
 
 SIZES = (1, 33, 100, 257, 64)
-EXACT_MAX = {"float32": 1e-4, "bfloat16": 0.1}
+EXACT_MAX = 1e-4
 """Largest difference of a logprob from vLLM's own prefill."""
-ORACLE_MAX = {"float32": 1e-3, "bfloat16": 0.3}
-"""The same from the oracle, which computes in float32."""
+ROUNDING_MAX = 0.3
+"""The same in bfloat16 where one of the two was computed in other steps (`tests.stepwise`)."""
+ORACLE_MAX = 1e-3
+"""Largest difference from the oracle in float32."""
+ORACLE_SHARE_MAX = 2.0
+"""Difference of a blend from the oracle ÷ that of vLLM's own prefill, in bfloat16."""
 
 NATIVE_ROTATION = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 """vLLM's rotation kernel on a CPU takes LFM2's queries and keys `[tokens, heads, width]` for ones without
@@ -52,15 +59,40 @@ heads, and so rotates other elements."""
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "lfm2": {"dtype": "float32", **NATIVE_ROTATION},
     "granite-4": {"dtype": "float32"},
+    "nemotron-h": {"dtype": "float32"},
+    "lfm2-moe": {"dtype": "float32", **NATIVE_ROTATION},
     "qwen3.5": {"dtype": "bfloat16"},
+    "qwen3.5-moe": {"dtype": "bfloat16"},
     "qwen3-next": {"dtype": "bfloat16"},
 }
-MAMBA2 = ("granite-4",)
+MAMBA2 = ("granite-4", "nemotron-h")
+SMALL = {
+    "lfm2": (640, 30),
+    "lfm2-moe": (640, 30),
+    "granite-4": (640, 24),
+    "nemotron-h": (640, 24),
+    "qwen3.5": (1024, 14),
+    "qwen3.5-moe": (1024, 14),
+    "qwen3-next": (1024, 14),
+}
+"""vLLM's `max_model_len`, and the blocks of a cache that holds one answer of `ANSWER_TOKENS` and not four."""
+ANSWER_TOKENS = {640: 120, 1024: 250}
+"""By `max_model_len`: answers have to grow by a block, which holds as many tokens as its state has bytes."""
+
+IN_EVERY_RUN = ("lfm2", "granite-4")
+WITH_VISION = ("qwen3.5", "qwen3.5-moe")
+"""Models whose module in vLLM imports torchvision; tests/fakes/absent is enough."""
 needs_torchvision = pytest.mark.skipif(
-    find_spec("torchvision") is None, reason="vLLM's module of Qwen3.5 imports torchvision"
+    find_spec("torchvision") is None, reason="put tests/fakes/absent into PYTHONPATH, as make test-full does"
 )
-MARKS = {"qwen3.5": [pytest.mark.full, needs_torchvision], "qwen3-next": [pytest.mark.full]}
-EVERY = [pytest.param(one, marks=MARKS.get(one, [])) for one in ARGUMENTS]
+
+
+def marks_of(hybrid: str) -> list[pytest.MarkDecorator]:
+    marks = [] if hybrid in IN_EVERY_RUN else [pytest.mark.full]
+    return [*marks, needs_torchvision] if hybrid in WITH_VISION else marks
+
+
+EVERY = [pytest.param(one, marks=marks_of(one)) for one in ARGUMENTS]
 
 SELECTIONS = [
     (SelectorName.HKVD, 0.0),
@@ -86,7 +118,7 @@ def engine(engine_slot: EngineSlot, hybrid: str) -> LocalEngine:
 
 def _forget_ranks(hybrid: str) -> None:
     """vLLM makes the group of ranks that share experts only with the first model of a process."""
-    if hybrid != "qwen3-next":
+    if hybrid not in ("qwen3-next", "qwen3.5-moe", "lfm2-moe"):
         return
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -114,17 +146,30 @@ def layout_of_model() -> KVLayout:
     return layout
 
 
-def assert_same(hybrid: str, full: Generation, other: Generation) -> float:
-    """Two answers are equal, up to a tie in bfloat16; the largest difference of a logprob."""
-    dtype = ARGUMENTS[hybrid]["dtype"]
-    if dtype == "bfloat16" and engine_dtype() != dtype:
-        pytest.skip("without AVX-512, products of bfloat16 round by the number of rows")
+def is_bfloat16(hybrid: str) -> bool:
+    return bool(ARGUMENTS[hybrid]["dtype"] == "bfloat16")
+
+
+def full_prefill(
+    engine: LocalEngine,
+    hybrid: str,
+    token_ids: Sequence[int],
+    max_tokens: int = 8,
+    step_tokens: int | None = None,
+) -> Generation:
+    """What vLLM alone answers; in bfloat16 with the steps of a blend."""
+    if not is_bfloat16(hybrid):
+        return ask_cold(engine, token_ids, max_tokens=max_tokens)
+    engine.reset_prefix_cache()
+    prompt = Prompt(token_ids, None, max_tokens, top_logprobs=5, ignore_eos=True)
+    return prefill_like_a_blend(engine, prompt, step_tokens)
+
+
+def assert_same(full: Generation, other: Generation) -> float:
+    """Return the largest difference of a logprob."""
     difference = max_dlogprob(full, other)
-    assert difference <= EXACT_MAX[dtype]
-    if dtype == "float32":
-        assert other.token_ids == full.token_ids
-    else:
-        assert len(set(full.token_ids[:8]) & set(other.token_ids[:8])) >= 1
+    assert difference <= EXACT_MAX
+    assert other.token_ids == full.token_ids
     return difference
 
 
@@ -132,28 +177,30 @@ def test_full_ratio_is_full_prefill(
     engine: LocalEngine, hybrid: str, supports: Supports, figure: Figure
 ) -> None:
     prompt = saved(engine, *SIZES)
-    full = ask_cold(engine, prompt.token_ids, max_tokens=32)
+    full = full_prefill(engine, hybrid, prompt.token_ids, 32)
     blended = ask_cold(engine, prompt.token_ids, prompt.params(1.0), max_tokens=32)
     loaded = sum(layout_of_model().chunk_bytes(Codec.RAW, size) for size in SIZES)
     assert require_blended(blended)["bytes_loaded"] == loaded
-    figure("hybrid_r1_max_abs_dlogprob", hybrid, assert_same(hybrid, full, blended))
+    figure("hybrid_r1_max_abs_dlogprob", hybrid, assert_same(full, blended))
     assert len(set(full.token_ids)) >= 4, "a model that repeats itself proves little"
     supports(hybrid, "blending", "exact")
 
 
 def test_one_chunk_behind_its_own_prefix_needs_no_recomputing(engine: LocalEngine, hybrid: str) -> None:
     prompt = saved(engine, 301)
-    full = ask_cold(engine, prompt.token_ids, max_tokens=32)
+    full = full_prefill(engine, hybrid, prompt.token_ids, 32)
     blended = ask_cold(engine, prompt.token_ids, prompt.params(0.0), max_tokens=32)
     require_blended(blended)
-    assert_same(hybrid, full, blended)
+    assert_same(full, blended)
 
 
 def test_any_ratio_is_what_the_oracle_says(engine: LocalEngine, hybrid: str, figure: Figure) -> None:
     oracle, prompt = Oracle(folder_of(hybrid)), saved(engine, *SIZES)
     full, apart = oracle.full(prompt.token_ids).logprobs[0], 0.0
+    plain = full_prefill(engine, hybrid, prompt.token_ids, 1).top_logprobs[0]
+    own = max(abs(float(full[token]) - logprob) for token, logprob in plain.items())
     hits = [(span.start, span.end) for span in prompt.spans]
-    bound = ORACLE_MAX[ARGUMENTS[hybrid]["dtype"]]
+    bound = ORACLE_SHARE_MAX * own if is_bfloat16(hybrid) else ORACLE_MAX
     for selector, ratio in SELECTIONS:
         got = ask_cold(engine, prompt.token_ids, prompt.params(ratio, selector, explain=True), max_tokens=1)
         positions = require_blended(got)["recomputed_positions"]
@@ -173,16 +220,16 @@ def test_a_second_turn_is_blended_again(engine: LocalEngine, hybrid: str) -> Non
     prompt = saved(engine, *SIZES)
     first = ask_cold(engine, prompt.token_ids, prompt.params(1.0), max_tokens=16)
     turn = [*prompt.token_ids, *first.token_ids, *random_tokens(40, 3)]
-    full = ask_cold(engine, turn)
+    full = full_prefill(engine, hybrid, turn)
     blended = ask(engine, turn, prompt.params(1.0))
     require_blended(blended)
-    assert_same(hybrid, full, blended)
+    assert_same(full, blended)
 
 
 def test_blends_and_plain_prompts_share_steps(engine: LocalEngine, hybrid: str) -> None:
     prompt = saved(engine, *SIZES)
     others = [[*PREFIX, *prompt.question[::-1]], [*PREFIX, *prompt.token_ids[200:260]]]
-    alone = [ask_cold(engine, one) for one in (*others, prompt.token_ids)]
+    alone = [*(ask_cold(engine, one) for one in others), full_prefill(engine, hybrid, prompt.token_ids)]
     asked = [
         *(Prompt(one, None, 8, top_logprobs=5, ignore_eos=True) for one in others),
         *(
@@ -192,7 +239,7 @@ def test_blends_and_plain_prompts_share_steps(engine: LocalEngine, hybrid: str) 
     ]
     *together, partial = engine.generate(asked)
     for mine, its in zip(together, alone, strict=True):
-        assert_same(hybrid, its, mine)
+        assert_same(its, mine)
     require_blended(together[-1])
     require_blended(partial)
 
@@ -218,11 +265,11 @@ def test_a_chunk_lost_in_the_middle_is_computed_instead(
             elif frame.layer == layer:
                 yield ChunkLost(3, layer, "injected")
 
-    full = ask_cold(engine, prompt.token_ids)
+    full = full_prefill(engine, hybrid, prompt.token_ids)
     monkeypatch.setattr(RamStore, "stream", lossy)
     blended = ask_cold(engine, prompt.token_ids, prompt.params(1.0))
     assert require_blended(blended)["restarts"] == 1
-    assert_same(hybrid, full, blended)
+    assert_same(full, blended)
 
 
 def test_a_store_that_loses_everything_costs_a_full_prefill(
@@ -242,41 +289,56 @@ def test_a_store_that_loses_everything_costs_a_full_prefill(
     assert failed.accounting is not None
     assert failed.accounting["outcome"] == "failed"
     assert failed.accounting["reason"].startswith("chunk_lost")
-    assert_same(hybrid, full, failed)
+    assert_same(full, failed)
 
 
-def test_a_chunk_of_another_width_costs_a_full_prefill(engine: LocalEngine, hybrid: str) -> None:
+@pytest.mark.parametrize("differs", ["width", "dtype", "kind"])
+def test_a_chunk_of_another_layout_costs_a_full_prefill(
+    engine: LocalEngine, hybrid: str, differs: str
+) -> None:
     chunk, layout = random_tokens(50, 9), layout_of_model()
     first, *others = layout.groups
-    narrow = tuple(Part(part.kind, max(1, part.width // 2)) for part in first.parts)
-    groups = [LayerGroup(first.layers, first.heads, narrow), *others]
-    other = KVLayout.of_groups(groups, layout.dtype)
+    parts, dtype = first.parts, layout.dtype
+    if differs == "width":
+        parts = tuple(Part(part.kind, max(1, part.width // 2)) for part in parts)
+    elif differs == "dtype":
+        dtype = "float16"
+    else:
+        parts = (Part(PartKind.K, parts[0].width), Part(PartKind.V, parts[-1].width))
+    other = KVLayout.of_groups([LayerGroup(first.layers, first.heads, parts), *others], dtype)
     space, store = engine.space(NAMESPACE), ram_store(hybrid)
+    key = ChunkKey.of(space, chunk)
     frames = [bytes(other.frame_bytes(Codec.RAW, len(chunk), layer)) for layer in range(other.num_layers)]
-    identity = (space, ChunkKey.of(space, chunk), (), len(chunk))
-    store.put(ChunkManifest.of(*identity, other, Codec.RAW, frames), [memoryview(one) for one in frames])
+    manifest = ChunkManifest.of(space, key, (), len(chunk), other, Codec.RAW, frames)
+    store.delete(NAMESPACE, [key])
+    store.put(manifest, [memoryview(one) for one in frames])
     prompt = rag(random_tokens(40, 8), chunk)
     full = ask_cold(engine, prompt.token_ids)
     failed = ask_cold(engine, prompt.token_ids, prompt.params(1.0))
     assert failed.accounting is not None
     assert failed.accounting["outcome"] == "failed"
     assert failed.accounting["reason"].startswith("chunk_layout: chunk ")
-    assert_same(hybrid, full, failed)
+    assert_same(full, failed)
+
+
+def test_the_size_of_a_token_is_what_its_config_tells(engine: LocalEngine, hybrid: str) -> None:
+    config = json.loads((folder_of(hybrid) / "config.json").read_text())
+    assert model_size(config, ARGUMENTS[hybrid]["dtype"]).layout == layout_of_model()
 
 
 @pytest.mark.engine("{hybrid} caching")
 def test_plain_prompts_never_find_a_blend_s_state(caching: LocalEngine, hybrid: str) -> None:
     """Blends begin at the first token: vLLM frees a prefix's state when tokens behind it are claimed."""
     prompt, nothing = saved(caching, *SIZES), KintsugiParams(NAMESPACE, spans=())
-    full = ask_cold(caching, prompt.token_ids)
+    plain = ask_cold(caching, prompt.token_ids)
+    full = full_prefill(caching, hybrid, prompt.token_ids)
     caching.reset_prefix_cache()
     ask(caching, [*prompt.token_ids[: prompt.spans[3].end], 11, 12], nothing)
     blended = ask(caching, prompt.token_ids, prompt.params(1.0))
     assert require_blended(blended)["tokens_prefix_cached"] == 0
-    assert_same(hybrid, full, blended)
+    assert_same(full, blended)
     ask_cold(caching, prompt.token_ids, prompt.params(0.0), max_tokens=300)
-    plain = ask(caching, prompt.token_ids, nothing)
-    assert_same(hybrid, full, plain)
+    assert_same(plain, ask(caching, prompt.token_ids, nothing))
 
 
 @pytest.mark.engine("{hybrid} caching")
@@ -287,27 +349,46 @@ def test_a_second_turn_finds_the_blend_of_the_first(caching: LocalEngine, hybrid
     turn = [*prompt.token_ids, *first.token_ids, *random_tokens(40, 3)]
     second = ask(caching, turn, prompt.params(1.0))
     assert second.accounting is not None
-    assert second.accounting["outcome"] in ("prefix_hit", "blended")
-    assert_same(hybrid, ask_cold(caching, turn), second)
+    if second.accounting["outcome"] == "blended":
+        assert_same(full_prefill(caching, hybrid, turn), second)
+        return
+    assert second.accounting["outcome"] == "prefix_hit"
+    plain = full_prefill(caching, hybrid, prompt.token_ids, 300)
+    assert plain.token_ids == first.token_ids
+    assert_same(ask(caching, turn) if is_bfloat16(hybrid) else ask_cold(caching, turn), second)
 
 
-@pytest.mark.engine("{hybrid} caching")
-def test_preempted_blends_answer_as_alone(
-    engine_slot: EngineSlot, hybrid: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if hybrid.startswith("qwen"):
-        pytest.skip("a block holds as many tokens as its state has bytes: no answer here grows by one")
-    small = engine_slot.get(
+@pytest.fixture(scope="module")
+def small(engine_slot: EngineSlot, hybrid: str) -> LocalEngine:
+    """With short steps, and a cache that does not hold four answers."""
+    length, blocks = SMALL[hybrid]
+    return engine_slot.get(
         hybrid,
         enable_prefix_caching=False,
         max_num_seqs=8,
-        max_model_len=640,
-        num_gpu_blocks_override=24 if hybrid in MAMBA2 else 30,
+        max_num_batched_tokens=128,
+        max_model_len=length,
+        num_gpu_blocks_override=blocks,
         **ARGUMENTS[hybrid],
     )
+
+
+@pytest.mark.engine("{hybrid} small")
+def test_a_blend_in_short_steps_is_a_prefill_in_short_steps(small: LocalEngine, hybrid: str) -> None:
+    prompt = saved(small, *SIZES)
+    full = full_prefill(small, hybrid, prompt.token_ids, step_tokens=128)
+    blended = ask_cold(small, prompt.token_ids, prompt.params(1.0))
+    require_blended(blended)
+    assert_same(full, blended)
+
+
+@pytest.mark.engine("{hybrid} small")
+def test_preempted_blends_answer_as_alone(
+    small: LocalEngine, hybrid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chunks = chunks_of(100, 257, 64, seed=20)
     small.save(PREFIX, chunks, NAMESPACE)
-    scheduler = small.llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = small.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
     preempt, preempted = scheduler._preempt_request, []
 
     def counted(request: Any, *arguments: Any, **keywords: Any) -> None:
@@ -319,10 +400,13 @@ def test_preempted_blends_answer_as_alone(
     prompts = [rag(second, third), rag(third, second), rag(first, second), rag(second, first)]
     for index, prompt in enumerate(prompts):
         prompt.question = random_tokens(45, 70 + index)
-    asked = [Prompt(p.token_ids, p.params(1.0), 120, top_logprobs=5, ignore_eos=True) for p in prompts]
+    length = ANSWER_TOKENS[SMALL[hybrid][0]]
+    asked = [Prompt(p.token_ids, p.params(1.0), length, top_logprobs=5, ignore_eos=True) for p in prompts]
     answers = small.generate(asked)
     assert preempted, "the cache is too large for this test"
+    # What a preempted answer had is computed again in other steps.
+    bound = ROUNDING_MAX if is_bfloat16(hybrid) else EXACT_MAX
     for prompt, answer in zip(prompts, answers, strict=True):
         require_blended(answer)
-        alone = ask_cold(small, prompt.token_ids, prompt.params(1.0), max_tokens=120)
-        assert max_dlogprob(alone, answer) <= EXACT_MAX[ARGUMENTS[hybrid]["dtype"]]
+        alone = ask_cold(small, prompt.token_ids, prompt.params(1.0), max_tokens=length)
+        assert max_dlogprob(alone, answer) <= bound

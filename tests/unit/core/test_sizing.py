@@ -198,6 +198,8 @@ def test_recurrent_layers_store_their_inputs() -> None:
         "linear_value_head_dim": 128,
     }
     assert model_size(qwen3_next).layout.chunk_bytes(Codec.RAW, 1) == 2 * (36 * 8256 + 12 * 1024)
+    as_published = qwen3_next | {"layer_types": None, "full_attention_interval": 4}
+    assert model_size(as_published).layout == model_size(qwen3_next).layout
     lfm2 = shared | {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     assert model_size(lfm2).layout.chunk_bytes(Codec.RAW, 1) == 2 * (2048 + 1024)
     granite = shared | {
@@ -209,3 +211,7 @@ def test_recurrent_layers_store_their_inputs() -> None:
         "mamba_n_groups": 1,
     }
     assert model_size(granite).layout.chunk_bytes(Codec.RAW, 1) == 2 * (3072 + 256 + 48 + 1024)
+    mamba2 = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
+    nemotron_h = shared | mamba2 | {"num_hidden_layers": 7, "hybrid_override_pattern": "M-M*-ME"}
+    layout = model_size(nemotron_h).layout
+    assert (layout.num_layers, layout.chunk_bytes(Codec.RAW, 1)) == (4, 2 * (3 * (10240 + 128) + 1024))

@@ -99,7 +99,7 @@ def _learn_calls(model: LoadedModel) -> LayerCalls:
             model.forward(token_ids, positions)
 
     samples = [(sample_token_ids(model, last - first), torch.arange(first, last)) for first, last in SAMPLES]
-    return watch_calls([layer.module for layer in model.layers], run, forward, samples)
+    return watch_calls(model.calls.modules, run, forward, samples)
 
 
 def _learn_rotations(model: LoadedModel) -> tuple[Layer, ...]:
@@ -111,7 +111,8 @@ def _learn_rotations(model: LoadedModel) -> tuple[Layer, ...]:
     def project(layer: int, hidden: Hidden, positions: Tensor) -> Projected:
         return _project(model, model.layers[layer], hidden, positions)
 
-    finder = RotationFinder(embed, project, model.calls.calls, _num_positions(model))
+    calls = [model.calls.calls[layer.calls.start] for layer in model.layers]
+    finder = RotationFinder(embed, project, calls, _num_positions(model))
     learnt = []
     for layer in model.layers:
         if layer.group.is_recurrent:
@@ -161,7 +162,7 @@ def _project(model: LoadedModel, layer: Layer, hidden: Hidden, positions: Tensor
             set_forward_context({}, model.vllm_config, num_tokens=TOKENS, skip_compiled=True),
             capture_kv(layer, captured, leave=True),
         ):
-            model.calls.calls[layer.index].run(layer.module, hidden)
+            model.run_layer(layer, hidden)
     finally:
         for hook in hooks:
             hook.remove()

@@ -10,9 +10,10 @@ import contextlib
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -197,6 +198,9 @@ class Layer:
     attention: Any
     """vLLM's attention, or its recurrent layer."""
     group: CacheGroup
+    calls: range
+    """Its calls in `LayerCalls`: the one of `module`, then those of modules that mix no tokens, such as the
+    MLPs that Nemotron-H counts as layers."""
     rotation: KeyRotation = UNROTATED
 
     @property
@@ -287,6 +291,11 @@ class LoadedModel:
         with context:
             return self.calls.embed(self.forward, token_ids, positions)
 
+    def run_layer(self, layer: Layer, hidden: Hidden) -> None:
+        """Call a layer's modules, and set ``hidden`` to their output."""
+        for call in layer.calls:
+            self.calls.calls[call].run(self.calls.modules[call], hidden)
+
 
 def find_layers(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, Tensor]
@@ -302,17 +311,22 @@ def find_layers(
     names = {id(module): name for name, module in owner.named_modules()}
     device = next(owner.parameters()).device
     groups = _cache_groups(vllm_config, kv_cache_config, attentions, device)
-    layers, lists = [], set()
-    for name, attention in attentions.items():
-        index, path = _layer_path(names[id(attention)])
-        lists.add(path.rpartition(".")[0])
-        layers.append(Layer(index, name, owner.get_submodule(path), attention, groups[name]))
+    paths = {name: _layer_path(names[id(attention)]) for name, attention in attentions.items()}
+    lists = {path for path, _ in paths.values()}
     if len(lists) != 1:
         raise _architecture(f"decoder layers in several places ({', '.join(sorted(lists))})")
-    layers.sort(key=lambda layer: layer.index)
-    everything: Any = owner.get_submodule(lists.pop())
-    if [layer.index for layer in layers] != list(range(len(everything))):
-        raise _architecture("decoder layers without exactly one attention or recurrence of their own")
+    modules = tuple(owner.get_submodule(lists.pop()).children())
+    order = sorted(attentions, key=lambda name: paths[name][1])
+    firsts = [paths[name][1] for name in order]
+    _require_one_each(firsts, [groups[name].is_recurrent for name in order])
+    if firsts[0] > 0:
+        raise _architecture("a first layer without attention or recurrence")
+    layers = [
+        Layer(index, name, modules[first], attentions[name], groups[name], range(first, end))
+        for index, (name, (first, end)) in enumerate(
+            zip(order, pairwise([*firsts, len(modules)]), strict=True)
+        )
+    ]
     _require_blendable_states(vllm_config, layers)
     return LoadedModel(
         vllm_config=vllm_config,
@@ -321,9 +335,9 @@ def find_layers(
         device=device,
         dtype=vllm_config.model_config.dtype,
         projection_share=_projection_share(vllm_config, layers[0]),
-        calls=LayerCalls((), (), ()),
+        calls=LayerCalls(modules, (), ()),
         kv_heads=(),
-        disabled_ops=_disabled_ops(vllm_config, [layer.module for layer in layers]),
+        disabled_ops=_disabled_ops(vllm_config, modules),
     )
 
 
@@ -352,6 +366,18 @@ def _require_attention(name: str, layer: Any) -> None:
     raise Decline(reason, None if digits is None else int(digits), f"{feature} ({kind})").error()
 
 
+def _require_one_each(places: list[int], recurrent: list[bool]) -> None:
+    """Raise `NotBlendable` if some decoder layer has several attentions or recurrences. Both arguments are
+    sorted by decoder layer."""
+    twice = next((one for one, other in pairwise(places) if one == other), None)
+    if twice is None:
+        return
+    kinds = [kind for place, kind in zip(places, recurrent, strict=True) if place == twice]
+    reason = DeclineReason.RECURRENT if any(kinds) else DeclineReason.ARCHITECTURE
+    feature = "an attention beside a recurrence" if any(kinds) else "several attentions"
+    raise Decline(reason, twice, feature).error()
+
+
 def _require_blendable_states(vllm_config: VllmConfig, layers: list[Layer]) -> None:
     """Raise `NotBlendable` for recurrent layers in a configuration that cannot blend them."""
     recurrent = [layer for layer in layers if layer.group.is_recurrent]
@@ -368,7 +394,7 @@ def _architecture(feature: str) -> NotBlendable:
     return Decline(DeclineReason.ARCHITECTURE, None, feature).error()
 
 
-def _disabled_ops(vllm_config: VllmConfig, modules: list[nn.Module]) -> tuple[CustomOp, ...]:
+def _disabled_ops(vllm_config: VllmConfig, modules: Sequence[nn.Module]) -> tuple[CustomOp, ...]:
     """Return the modules' operations whose fused kernels are disabled; none on a CPU, where these kernels do
     not run."""
     disabled = vllm_config.compilation_config.disabled_custom_ops
@@ -413,13 +439,13 @@ def _require_text_embeddings(owner: nn.Module, outer: nn.Module) -> None:
         raise Decline(DeclineReason.MULTIMODAL, None, feature).error()
 
 
-def _layer_path(path: str) -> tuple[int, str]:
-    """`model.layers.3.self_attn.attn` -> (3, `model.layers.3`)."""
+def _layer_path(path: str) -> tuple[str, int]:
+    """`model.layers.3.self_attn.attn` -> (`model.layers`, 3)."""
     parts = path.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if at is None or at < 1:
         raise _architecture(f"an attention at {path!r}, which is not in a list of decoder layers")
-    return int(parts[at]), ".".join(parts[: at + 1])
+    return ".".join(parts[:at]), int(parts[at])
 
 
 def _cache_groups(

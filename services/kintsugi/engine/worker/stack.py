@@ -470,7 +470,7 @@ class VllmStack:
                 stack.enter_context(replace_latent_attention(layer.attention, prepared.latent[layer.name]))
             # Without it, vLLM assumes that expert layers run in the order of a whole forward pass.
             get_forward_context().all_moe_layers = None
-            self._model.calls.calls[layer.index].run(layer.module, hidden)
+            self._model.run_layer(layer, hidden)
 
 
 @contextlib.contextmanager

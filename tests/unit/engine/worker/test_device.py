@@ -190,7 +190,17 @@ def model_of(num_layers: int, device: torch.device, kernel_serves: bool) -> Load
         attention, rotary_module = Attention(name, cache), RotaryModule(rotary)
         sizes = ((HIDDEN, HIDDEN + 2 * KV_HEADS * HEAD_DIM), (HIDDEN, HIDDEN), (HIDDEN, 128), (128, HIDDEN))
         module = DecoderLayer([random(*size) for size in sizes], attention, rotary_module)
-        layers.append(Layer(index, name, module, attention, group, rotation_of(rotary, rotary_module)))
+        layers.append(
+            Layer(
+                index,
+                name,
+                module,
+                attention,
+                group,
+                range(index, index + 1),
+                rotation_of(rotary, rotary_module),
+            )
+        )
     modules = [layer.module for layer in layers]
     config: Any = VllmConfig()
     config.model_config = SimpleNamespace(uses_mrope=False)

@@ -24,6 +24,7 @@ from kintsugi.engine.worker.model import (
     _layers_by_spec,
     _owners_of,
     _require_attention,
+    _require_one_each,
     _require_text_embeddings,
     _without_graphs,
 )
@@ -248,3 +249,21 @@ def test_layers_of_one_cache_group_have_metadata_of_their_own_shape() -> None:
     uniform = UniformTypeKVCacheSpecs(16, dict(zip(names, map(spec_of, (2, 1, 2)), strict=True)))
     assert _layers_by_spec(uniform, names) == {spec_of(2): ["layer.0", "layer.2"], spec_of(1): ["layer.1"]}
     assert _layers_by_spec(spec_of(2), names) == {spec_of(2): names}
+
+
+@pytest.mark.parametrize(
+    ("places", "recurrent", "expected"),
+    [
+        ([0, 2, 2, 3], [True, False, True, False], "recurrent: layer 2 has an attention beside a recurrence"),
+        ([0, 0], [False, False], "architecture: layer 0 has several attentions"),
+    ],
+)
+def test_a_decoder_layer_that_mixes_tokens_twice_is_declined(
+    places: list[int], recurrent: list[bool], expected: str
+) -> None:
+    with pytest.raises(NotBlendable, match=expected):
+        _require_one_each(places, recurrent)
+
+
+def test_decoder_layers_may_mix_no_tokens() -> None:
+    _require_one_each([0, 2, 5], [True, False, True])
