@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -319,6 +320,21 @@ def test_a_chunk_of_another_layout_costs_a_full_prefill(
     assert failed.accounting["outcome"] == "failed"
     assert failed.accounting["reason"].startswith("chunk_layout: chunk ")
     assert_same(full, failed)
+
+
+def test_stale_bytes_behind_a_blend_are_never_read(engine: LocalEngine, hybrid: str) -> None:
+    """Layers share blocks: the state of one may be no number in the dtype of another. vLLM zeroes its new
+    blocks, but not those that a connector fills."""
+    prompt = saved(engine, *SIZES)
+    full = full_prefill(engine, hybrid, prompt.token_ids, 32)
+    for layer in get_kv_transfer_group()._worker._model.layers:
+        if not layer.group.is_recurrent:
+            layer.attention.kv_cache[1:] = float("nan")
+    for ratio in (0.0, 1.0):
+        blended = ask_cold(engine, prompt.token_ids, prompt.params(ratio), max_tokens=32)
+        require_blended(blended)
+        assert all(isfinite(one) for top in blended.top_logprobs for one in top.values())
+    assert_same(full, blended)
 
 
 def test_the_size_of_a_token_is_what_its_config_tells(engine: LocalEngine, hybrid: str) -> None:

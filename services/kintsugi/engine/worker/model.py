@@ -229,6 +229,9 @@ class LoadedModel:
     mass_kernel: MassKernel | None = None
     """The kernel that sums the question's attention, if it supports this processor."""
     lock_step: LockStep = field(default_factory=LockStep)
+    zeroes_blocks: bool = False
+    """Whether stale bytes of a block may be no numbers, because layers of another dtype used it. Then vLLM
+    zeroes new blocks, except those that a connector fills."""
 
     @contextlib.contextmanager
     def custom_ops_on(self) -> Iterator[None]:
@@ -338,6 +341,7 @@ def find_layers(
         calls=LayerCalls(modules, (), ()),
         kv_heads=(),
         disabled_ops=_disabled_ops(vllm_config, modules),
+        zeroes_blocks=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
     )
 
 

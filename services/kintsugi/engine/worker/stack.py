@@ -210,6 +210,11 @@ class VllmStack:
                 for ids, start, end in zip(tables, starts, ends, strict=True)
             ]
             self._states[index] = RecurrentStates(group, model.vllm_config, spans, model.device, keeps)
+        self._tails = {
+            index: _tails_of(tables, ends, model.device)
+            for index, tables in self._tables.items()
+            if model.zeroes_blocks
+        }
 
     @property
     def sees_order_alone(self) -> bool:
@@ -304,8 +309,16 @@ class VllmStack:
         tables, target = self._tables_of(layer), self._model.layers[layer]
         if isinstance(tables, RecurrentStates):
             tables.begin(target)
-        elif tables.needs_scratch:
+            return
+        if tables.needs_scratch:
             tables.copy_in(target.attention.kv_cache)
+        tail = self._tails.get(target.group.index)
+        if tail is not None:
+            kv = target.kv
+            key = target.attention.kv_cache.new_zeros(
+                len(tail), kv.heads, kv.key_width, dtype=self._model.dtype
+            )
+            self._write(target, tables, tail, key, key.new_zeros(len(tail), kv.heads, kv.value_width))
 
     def end_layer(self, layer: int) -> None:
         tables, target = self._tables_of(layer), self._model.layers[layer]
@@ -325,11 +338,14 @@ class VllmStack:
         prepared = slots.prepared[target.group.index]
         if isinstance(tables, RecurrentStates):
             tables.write(prepared, key, value)
-            return
+        else:
+            self._write(target, tables, prepared, key, value)
+
+    def _write(self, target: Layer, tables: _GroupTables, slots: Tensor, key: Tensor, value: Tensor) -> None:
         kv = target.kv
         assert isinstance(kv, HeadsKV)
         with tables.bound(target.attention):
-            kv.write(prepared, key, value)
+            kv.write(slots, key, value)
 
     def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
         # Layers normalise in place, so the projection works on a copy.
@@ -520,6 +536,14 @@ def min_over_ranks(number: int) -> int:
     numbers = torch.tensor([number])
     torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
     return int(numbers.item())
+
+
+def _tails_of(tables: _GroupTables, ends: Sequence[int], device: torch.device) -> Tensor:
+    """Return the slots behind each sequence's last token in its last block."""
+    size = tables.group.block_size
+    places = [torch.arange(end, -(-end // size) * size) for end in ends]
+    owners = [torch.full_like(one, owner) for owner, one in enumerate(places)]
+    return tables.slots(upload(torch.cat(places), device), upload(torch.cat(owners), device))
 
 
 def _run_starts(places: Tensor, owners: Tensor) -> Tensor:
