@@ -8,7 +8,7 @@ plus the computing of the last layer. The engine's own overhead is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,8 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
     """
     values = text_config(config)
     hidden = _positive(values, "hidden_size")
-    layers = _positive(values, "num_hidden_layers")
+    listed = _listed_layers(values)
+    layers = _positive(values, "num_hidden_layers", len(listed) or None)
     heads = _positive(values, "num_attention_heads")
     stored = engine_dtype(config, dtype)
     if values.get("kv_lora_rank"):
@@ -82,7 +83,7 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
         kv_heads = _positive(values, "num_key_value_heads", heads)
         head_dim = _positive(values, "head_dim", hidden // heads or 1)
         projections = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-        kinds = _layer_kinds(values, layers)
+        kinds = _layer_kinds(values, listed, layers)
         parts = (Part(PartKind.K, head_dim), Part(PartKind.V, head_dim))
         attending = LayerGroup(1, kv_heads, parts)
         recurrent = {kind: _recurrent_layer(values, kind, hidden) for kind in {*kinds}}
@@ -99,10 +100,14 @@ _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """Nemotron-H's letters of its layers."""
 
 
-def _layer_kinds(values: Mapping[str, Any], layers: int) -> list[str]:
-    """Return the kind of each layer that mixes tokens; none if the configuration does not list them."""
+def _listed_layers(values: Mapping[str, Any]) -> Sequence[str]:
+    """Return the configuration's list of layers; empty without one."""
     names = ("layer_types", "layers_block_type", "hybrid_override_pattern")
-    listed = next((values[name] for name in names if values.get(name)), ())
+    return next((values[name] for name in names if values.get(name)), ())
+
+
+def _layer_kinds(values: Mapping[str, Any], listed: Sequence[str], layers: int) -> list[str]:
+    """Return the kind of each layer that mixes tokens; none if the configuration does not tell."""
     interval = values.get("full_attention_interval")
     if interval and not listed:  # Qwen3-Next
         listed = [("linear" if (layer + 1) % interval else "full") + "_attention" for layer in range(layers)]

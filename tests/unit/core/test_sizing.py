@@ -212,6 +212,6 @@ def test_recurrent_layers_store_their_inputs() -> None:
     }
     assert model_size(granite).layout.chunk_bytes(Codec.RAW, 1) == 2 * (3072 + 256 + 48 + 1024)
     mamba2 = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
-    nemotron_h = shared | mamba2 | {"num_hidden_layers": 7, "hybrid_override_pattern": "M-M*-ME"}
+    nemotron_h = shared | mamba2 | {"hybrid_override_pattern": "M-M*-ME"}
     layout = model_size(nemotron_h).layout
     assert (layout.num_layers, layout.chunk_bytes(Codec.RAW, 1)) == (4, 2 * (3 * (10240 + 128) + 1024))
