@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from cryptography.x509 import load_pem_x509_certificates
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.protocol.watched_files import WatchedFiles
@@ -60,6 +59,8 @@ def read_pem(field: str, path: Path) -> bytes:
 def first_expiry_s(pem: bytes) -> float:
     """Return the earliest expiry in a PEM file, in Unix seconds: one expired certificate breaks the chain.
     Raises `InvalidField` for a file without certificates."""
+    from cryptography.x509 import load_pem_x509_certificates  # services have it; the SDK runs without
+
     try:
         chain = load_pem_x509_certificates(pem)
     except ValueError as error:
