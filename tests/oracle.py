@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 ATTENTION = "kintsugi_oracle"
 WITHOUT_INTERFACE = ("gptj",)
@@ -124,8 +124,9 @@ class Oracle:
         config = AutoConfig.from_pretrained(folder, **overrides)
         has_interface = config.model_type not in WITHOUT_INTERFACE
         implementation = ATTENTION if has_interface else "eager"
+        loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         self.model: Any = load_model(
-            AutoModelForCausalLM, folder, config=config, dtype=dtype, attn_implementation=implementation
+            loader, folder, config=config, dtype=dtype, attn_implementation=implementation
         )
         found = [module for module in self.model.modules() if _is_attention(module) or _is_recurrent(module)]
         self._attentions: list[Any] = sorted(found, key=lambda module: module.layer_idx)

@@ -324,6 +324,14 @@ BLENDED: tuple[Architecture, ...] = (
     # vLLM computes their states on a CPU in bfloat16 alone.
     _hybrid("Qwen3NextForCausalLM", "qwen3_next", _DELTA_NET, dtype="bfloat16"),
     _hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", _DELTA_NET, dtype="bfloat16"),
+    Architecture(
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5",
+        {"text_config": {"model_type": "qwen3_5_text", **_DELTA_NET}, "vision_config": _VISION},
+        frozenset({"vision", "hybrid"}),
+        ranks=False,
+        dtype="bfloat16",
+    ),
     _hybrid("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _DELTA_NET, dtype="bfloat16"),
 )
 """Rows of the matrix. Every check runs on those that the engine does not decline."""
@@ -371,12 +379,6 @@ OTHERS: tuple[Architecture, ...] = (
         activation_sparsity_pattern=[0.0] * 6,
     ),
     _one("Zamba2ForCausalLM", "zamba2", head_dim=None, layer_types=["mamba", "hybrid"] * 2, n_mamba_heads=8),
-    _one(
-        "Qwen3_5ForConditionalGeneration",
-        "qwen3_5",
-        text_config={"model_type": "qwen3_5_text"},
-        vision_config=_VISION,
-    ),
 )
 """Classes that are only asked whether they blend."""
 

@@ -137,7 +137,11 @@ def _as_given(architecture: Architecture) -> dict[str, Any]:
     return {name: value for name, value in architecture.changes.items() if value is not None}
 
 
-_PROCESSORS = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}
+_PROCESSORS = {
+    "qwen2_5_vl": "Qwen2VLVideoProcessor",
+    "qwen3_vl": "Qwen3VLVideoProcessor",
+    "qwen3_5": "Qwen3VLVideoProcessor",
+}
 """transformers' class for videos by model type; images have one class in this family."""
 
 
