@@ -21,7 +21,7 @@ group's largest magnitude ÷ 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kintsugi.core.layout import EXPONENTS_BYTES, INT4_KEY_TOKENS, INT4_VALUE_CHANNELS, LayerGroup
-from kintsugi.fusor.scales import decode_scales, encode_scales
+from kintsugi.fusor.scales import decode_scales, encode_scales, multiply
 
 LARGEST = 15
 """The largest stored number."""
@@ -111,7 +111,7 @@ def dequantize(packed: Packed, sinks: int, first: int, key: Tensor, value: Tenso
     """Write the elements of tokens from ``first`` on into `key` and `value`, `[rows, heads, width]`, which
     say how many. Each element is rounded once.
 
-    Three passes over bytes and two over the engine's dtype, and temporary memory of three bytes per element.
+    Three passes over bytes, and those of `scales.multiply`.
     """
     heads, (rows, _, width) = len(packed.key), key.shape
     exact = packed.sinks.clone(memory_format=torch.contiguous_format).view(key.dtype)
@@ -120,13 +120,7 @@ def dequantize(packed: Packed, sinks: int, first: int, key: Tensor, value: Tenso
     if len(own) < rows:
         _dequantize_key(packed, max(first - sinks, 0), key[len(own) :].transpose(0, 1))
     if rows:
-        scales = decode_scales(packed.exponents[:, 1], packed.value_scales)
-        numbers = packed.value.view(heads, -1, value.shape[2] // 2)
-        some = slice(first, first + rows)
-        scales = scales.view(heads, numbers.shape[1], -1)[:, some]
-        total = _split_halves(numbers[:, some]).add_(VALUE_ZERO)
-        groups = torch.split(scales, 1, dim=2)
-        _multiply(total, groups[0] if len(groups) == 1 else groups, value.transpose(0, 1))
+        _dequantize_value(packed, first, value.transpose(0, 1))
 
 
 def _dequantize_key(packed: Packed, first: int, key: Tensor) -> None:
@@ -134,22 +128,34 @@ def _dequantize_key(packed: Packed, first: int, key: Tensor) -> None:
     codes, signed = packed.key_parameters.chunk(2, dim=1)
     scales = decode_scales(packed.exponents[:, 0], codes).view(heads, -1, 1, width)
     zeros = signed.contiguous().view(torch.int8).view(heads, -1, 1, width)
-    numbers = packed.key.view(heads, -1, width // 2)
-    for start, stop in _runs(first, first + rows):
-        each = min(INT4_KEY_TOKENS, stop - start)
-        group = slice(start // INT4_KEY_TOKENS, -(-stop // INT4_KEY_TOKENS))
-        total = _split_halves(numbers[:, start:stop]).view(heads, -1, each, width).add_(zeros[:, group])
-        out = key[:, start - first : stop - first].view(heads, -1, each, width)
-        _multiply(total, scales[:, group], out)
+    total = _split_halves(packed.key.view(heads, -1, width // 2)[:, first : first + rows])
+    for start, stop, size in _runs(first, first + rows, INT4_KEY_TOKENS):
+        groups = slice(start // INT4_KEY_TOKENS, -(-stop // INT4_KEY_TOKENS))
+        some, shape = slice(start - first, stop - first), (heads, -1, size, width)
+        numbers = total[:, some].view(shape).add_(zeros[:, groups])
+        multiply(numbers, scales[:, groups], key[:, some].view(shape))
 
 
-def _runs(first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut tokens into a run of whole groups, and the parts of groups before and after it."""
-    inner = min(end, -(-first // INT4_KEY_TOKENS) * INT4_KEY_TOKENS)
-    outer = end // INT4_KEY_TOKENS * INT4_KEY_TOKENS
+def _dequantize_value(packed: Packed, first: int, value: Tensor) -> None:
+    heads, rows, width = value.shape
+    scales = decode_scales(packed.exponents[:, 1], packed.value_scales)
+    scales = scales.view(heads, scales.shape[1] // -(-width // INT4_VALUE_CHANNELS), -1, 1)
+    total = _split_halves(packed.value.view(heads, -1, width // 2)[:, first : first + rows]).add_(VALUE_ZERO)
+    for start, stop, size in _runs(0, width, INT4_VALUE_CHANNELS):
+        groups = slice(start // INT4_VALUE_CHANNELS, -(-stop // INT4_VALUE_CHANNELS))
+        shape = (heads, rows, -1, size)
+        numbers, out = (every[..., start:stop].view(shape) for every in (total, value))
+        multiply(numbers, scales[:, first : first + rows, groups], out)
+
+
+def _runs(first: int, end: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a range into a run of whole groups of ``size``, and the parts of groups before and after it. Yields
+    each run's start and end, and how many elements of a group it has."""
+    inner = min(end, -(-first // size) * size)
+    outer = end // size * size
     for start, stop in ((first, inner), (inner, outer), (max(inner, outer), end)):
         if start < stop:
-            yield start, stop
+            yield start, stop, min(size, stop - start)
 
 
 def _split_halves(numbers: Tensor) -> Tensor:
@@ -159,15 +165,3 @@ def _split_halves(numbers: Tensor) -> Tensor:
     torch.bitwise_and(numbers, LARGEST, out=lower)
     torch.bitwise_right_shift(numbers, 4, out=upper)
     return total
-
-
-def _multiply(total: Tensor, scales: Tensor | Sequence[Tensor], out: Tensor) -> None:
-    """Write `total` · `scales` into `out`. Several scales are for one group of channels each. Integers and
-    scales are exact in bfloat16, so products are rounded once."""
-    exact = total.to(torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32)
-    if isinstance(scales, Tensor):
-        torch.mul(exact, scales.to(exact.dtype), out=out)
-        return
-    for index, scale in enumerate(scales):
-        some = slice(index * INT4_VALUE_CHANNELS, (index + 1) * INT4_VALUE_CHANNELS)
-        torch.mul(exact[..., some], scale.to(exact.dtype), out=out[..., some])

@@ -1,4 +1,4 @@
-"""Scales of quantised codecs, one byte each.
+"""Scales of quantised codecs, one byte each, and how elements are multiplied by them.
 
 A scale's byte has five bits of mantissa, rounded up by at most 1/32 so that no element is clipped, and three
 bits of exponent relative to an exponent that all scales of a head's K (or V) share. The shared exponent is
@@ -36,5 +36,29 @@ def encode_scales(exact: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode_scales(exponent: Tensor, codes: Tensor) -> Tensor:
     """Decode scales exactly, as bfloat16 `[heads, n]`, from shared exponents `[heads]` and one byte each."""
-    bits = codes.int() + (exponent.int() << MANTISSA_BITS)[:, None]
-    return (bits << 7 - MANTISSA_BITS).to(torch.int16).view(torch.bfloat16)
+    shared = exponent.to(torch.int16) << MANTISSA_BITS
+    return ((codes.to(torch.int16) + shared[:, None]) << 7 - MANTISSA_BITS).view(torch.bfloat16)
+
+
+def multiply(narrow: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write `narrow` · `scales` into `out`, rounded once: elements of at most eight bits and scales of six
+    have a product that is exact in float32. ``narrow``: int8 or float8; ``scales``: bfloat16, of a shape that
+    spreads to that of `out`.
+
+    A GPU converts while it reads and writes. torch's loops on a CPU are fast over one dtype only, so there
+    temporary memory of four bytes per element pays.
+    """
+    if out.is_cpu:
+        out.copy_(_to_float32(narrow).mul_(scales))
+    else:
+        wide = narrow if narrow.dtype == torch.int8 else narrow.to(torch.bfloat16)
+        torch.mul(wide, scales.float(), out=out)
+
+
+def _to_float32(narrow: Tensor) -> Tensor:
+    if narrow.dtype == torch.int8:
+        return narrow.float()
+    # torch converts float8 on a CPU one by one, in six times the time.
+    values = torch.arange(256, dtype=torch.uint8).view(narrow.dtype).float()
+    indices = narrow.view(torch.uint8).int()
+    return values.index_select(0, indices.flatten()).view(narrow.shape)
