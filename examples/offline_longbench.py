@@ -1,4 +1,4 @@
-"""The paper's measurements with your own model on local files: quality, cost, and TTFT by request rate.
+"""The paper's measurements with your own model on local files: quality, cost and TTFT.
 
     python examples/offline_longbench.py --model FOLDER --data FOLDER_WITH_LONGBENCH_JSONL --out results
 
@@ -34,7 +34,6 @@ GRID = {
     "chunk_tokens": [512],
     "chunks": [6],
     "batches": [1],
-    "rates": [0.5, 1, 2],
     "limit": 200,
 }
 """The configurations that are compared on every dataset, in the format of `kintsugi eval --grid`."""

@@ -13,7 +13,6 @@ import dataclasses
 import gc
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -198,41 +197,26 @@ class LocalEngine:
         """Maximum tokens of prompt and answer together."""
         return int(self.llm.llm_engine.model_config.max_model_len)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        timeout_s: float = GENERATE_TIMEOUT_S,
-        arrivals_s: Sequence[float] | None = None,
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Prompt], timeout_s: float = GENERATE_TIMEOUT_S) -> list[Generation]:
         """Answer all prompts, and return the answers in order.
 
-        Prompts are submitted together, or at ``arrivals_s``, ascending seconds from now; TTFT then counts
-        from the arrival. Raises `InvalidField` before any submission if a prompt is empty or too long, and
-        `DeadlineExceeded` after ``timeout_s``, with all requests aborted.
+        Prompts are submitted together. Raises `InvalidField` before any submission if a prompt is empty or
+        too long, and `DeadlineExceeded` after ``timeout_s``, with all requests aborted.
         """
         for index, prompt in enumerate(prompts):
             where = f"prompts[{index}]"
             if prompt.max_tokens < 1:
                 raise InvalidField(f"{where}.max_tokens", f"{prompt.max_tokens} must be at least 1")
             check_length(prompt.token_ids, prompt.max_tokens, self.max_model_len, f"{where}.token_ids")
-        offsets_s = [0.0] * len(prompts) if arrivals_s is None else list(arrivals_s)
-        waiting = deque(zip(self._ids(len(prompts)), prompts, offsets_s, strict=True))
-        running: dict[str, _Running] = {}
         started_s = time.perf_counter()
-        while waiting or any(request.generation is None for request in running.values()):
-            now_s = time.perf_counter()
-            if now_s - started_s > timeout_s:
+        running: dict[str, _Running] = {}
+        for request_id, prompt in zip(self._ids(len(prompts)), prompts, strict=True):
+            running[request_id] = _Running(time.perf_counter())
+            self._submit(request_id, prompt)
+        while any(request.generation is None for request in running.values()):
+            if time.perf_counter() - started_s > timeout_s:
                 self.llm.llm_engine.abort_request(list(running))
                 raise DeadlineExceeded(f"no answer within {timeout_s:.0f} s; the requests were aborted")
-            while waiting and started_s + waiting[0][2] <= now_s:
-                request_id, prompt, offset_s = waiting.popleft()
-                running[request_id] = _Running(
-                    time.perf_counter() if arrivals_s is None else started_s + offset_s
-                )
-                self._submit(request_id, prompt)
-            if waiting and all(request.generation is not None for request in running.values()):
-                time.sleep(max(0.0, started_s + waiting[0][2] - time.perf_counter()))
-                continue
             stepped_s = time.perf_counter()
             outputs = self.llm.llm_engine.step()
             for output in outputs:

@@ -8,7 +8,6 @@ row holds one configuration in one setting; each setting also has rows for full 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -28,8 +27,6 @@ from kintsugi.quality.metrics import Interval
 FULL = "full prefill"
 REUSE = "full KV reuse"
 REUSE_SELECTION = Selection(0.0)
-RATE_PROMPTS_MAX = 64
-RATE_COST_MAX = 0.5
 DEPTHS = (0.0, 0.125, 0.25, 0.375)
 """Default check layers, as shares of the model's depth. Deeper ones cost too much."""
 
@@ -57,9 +54,6 @@ class EvaluationGrid:
     other."""
     tiers: tuple[float | None, ...] = (None,)
     """Speeds of slower tiers, in bytes per second; null: as fast as memory."""
-    rates: tuple[float, ...] = ()
-    """Requests per second (Poisson arrivals) at which TTFT is measured; empty: not measured."""
-
     limit: int | None = None
     """Number of questions to use, from the start of the file; None: all."""
     max_tokens: int | None = None
@@ -76,9 +70,8 @@ class EvaluationGrid:
         for name in ("limit", "max_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidField(f"grid.{name}", f"{value} must be at least 1")
-        for name in ("tiers", "rates"):
-            if any(value is not None and not value > 0 for value in getattr(self, name)):
-                raise InvalidField(f"grid.{name}", "must be above 0")
+        if any(value is not None and not value > 0 for value in self.tiers):
+            raise InvalidField("grid.tiers", "must be above 0")
         for name in ("selectors", "ratios", "codecs", "chunk_tokens", "chunks", "batches", "tiers"):
             if not getattr(self, name):
                 raise InvalidField(f"grid.{name}", "must not be empty; leave it out for its default")
@@ -141,17 +134,6 @@ class EvaluationRow:
     by_task: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class RateRow:
-    """The TTFT of one method at one request rate."""
-
-    method: str
-    rate_per_s: float
-    ttft: Interval
-    ttft_p95_s: float
-    num_prompts: int
-
-
 def reshape_cases(cases: Sequence[Case], chunk_tokens: int | None, chunk_count: int | None) -> list[Case]:
     """Cut the chunks' text into chunks of `chunk_tokens` (the last may be shorter), and keep the first
     `chunk_count`. Text that a template wrote between documents is dropped when chunks are cut again."""
@@ -200,15 +182,11 @@ def _measure_setting(
     notify(FULL)
     full = bench.full(everything)
     rows = [row_of(FULL, None, setting, Scores(Selection(1.0), bench.cases, full, full))]
-    for method, selection in _blends(selections):
+    named = [(describe_selection(one), one) for one in selections]
+    for method, selection in [(REUSE, REUSE_SELECTION), *named]:
         notify(method)
         rows.append(row_of(method, selection, setting, measure_selection(bench, selection, everything)))
     return rows
-
-
-def _blends(selections: Sequence[Selection]) -> list[tuple[str, Selection]]:
-    """Return full KV reuse and the selections, with their names."""
-    return [(REUSE, REUSE_SELECTION), *((describe_selection(one), one) for one in selections)]
 
 
 def row_of(method: str, selection: Selection | None, setting: Setting, scores: Scores) -> EvaluationRow:
@@ -244,46 +222,3 @@ def _task_row(scores: Scores) -> dict[str, float]:
     exact = scores.score_cases(metrics.exact_match)
     values = {"kl_mean": scores.kl_mean, "top1_agreement": scores.top1_agreement}
     return {**values, "exact_match": metrics.mean(exact)} if exact else values
-
-
-def best_by_selector(rows: Sequence[EvaluationRow]) -> list[Selection]:
-    """Return each selector's best selection in the first setting: the one closest to full prefill among those
-    that cost at most `RATE_COST_MAX`."""
-    best: dict[str, EvaluationRow] = {}
-    for row in rows:
-        if row.selection is None or row.method == REUSE or row.setting != rows[0].setting:
-            continue
-        name = row.selection.selector
-        if name not in best or _preference(row) < _preference(best[name]):
-            best[name] = row
-    return [row.selection for row in best.values() if row.selection is not None]
-
-
-def _preference(row: EvaluationRow) -> tuple[float, float]:
-    return max(0.0, row.cost - RATE_COST_MAX), row.kl_mean
-
-
-def measure_rates(
-    engine: LocalEngine,
-    bench: Bench,
-    selections: Sequence[Selection],
-    rates_per_s: Sequence[float],
-    notify: Notify,
-) -> list[RateRow]:
-    """Measure TTFT under Poisson arrivals, which are the same for every method. The bench's chunks must be
-    stored."""
-    rows = []
-    count = min(RATE_PROMPTS_MAX, len(bench.cases))
-    methods: list[tuple[str, Selection | None]] = [(FULL, None), *_blends(selections)]
-    for rate in rates_per_s:
-        picks = random.Random(1)
-        arrivals_s = list(itertools.accumulate(picks.expovariate(rate) for _ in range(count)))
-        for method, selection in methods:
-            notify(f"{method} at {rate:g} requests per second")
-            engine.reset_prefix_cache()
-            prompts = [bench.prompt(index, selection) for index in range(count)]
-            ttfts = [answer.ttft_s for answer in engine.generate(prompts, arrivals_s=arrivals_s)]
-            rows.append(
-                RateRow(method, rate, metrics.bootstrap(ttfts), metrics.percentile(ttfts, 0.95), count)
-            )
-    return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import calibrate
-from kintsugi.quality.evaluate import EvaluationGrid, evaluate, measure_rates
+from kintsugi.quality.evaluate import EvaluationGrid, evaluate
 from kintsugi.quality.measure import Bench, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
 from kintsugi.quality.reports import ReportKeeper
@@ -104,20 +103,6 @@ def test_an_evaluation_has_baselines_and_times(engine: LocalEngine, bench: Bench
     full, reuse, blend = evaluate(engine, bench.cases[:4], [Selection(0.3)], grid, "raw", None, 1)
     assert full.cost == 1.0 > blend.cost > reuse.cost
     assert all(row.ttft.mean > 0 and row.num_prompts == 4 for row in (full, reuse, blend))
-    small = Bench(engine, bench.cases[:4], 1)
-    rates = measure_rates(engine, small, [Selection(0.3)], [50.0], lambda text: None)
-    assert len(rates) == 3
-    assert all(math.isfinite(row.ttft.mean) and row.ttft_p95_s > 0 for row in rates)
-
-
-def test_arrivals_are_kept_to(engine: LocalEngine, bench: Bench) -> None:
-    prompts = [bench.prompt(index, None) for index in range(3)]
-    engine.generate(prompts)
-    together = engine.generate(prompts)
-    apart = engine.generate(prompts, arrivals_s=[0.0, 0.3, 0.6])
-    assert [answer.token_ids for answer in apart] == [answer.token_ids for answer in together]
-    with pytest.raises(ValueError):
-        engine.generate(prompts, arrivals_s=[0.0])
 
 
 def test_forced_answers_report_the_models_own_logprobs(engine: LocalEngine, bench: Bench) -> None:

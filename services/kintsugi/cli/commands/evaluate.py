@@ -24,13 +24,9 @@ from kintsugi.models.reference import find_packaged
 from kintsugi.quality.evaluate import (
     EvaluationGrid,
     EvaluationRow,
-    RateRow,
-    best_by_selector,
     evaluate,
-    measure_rates,
-    reshape_cases,
 )
-from kintsugi.quality.measure import Bench, answer_tokens, tokenize_questions
+from kintsugi.quality.measure import answer_tokens, tokenize_questions
 from kintsugi.quality.metrics import Interval
 from kintsugi.quality.questions import read_questions
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
@@ -46,7 +42,6 @@ class Evaluation:
     form: str
     """Name of the prompt form."""
     rows: list[EvaluationRow]
-    rates: list[RateRow]
     warnings: list[str]
     error: dict[str, Any] | None
     """The error that ended the evaluation early: type, message, exit code. None if it completed."""
@@ -57,7 +52,7 @@ def run(screen: Screen, task: EvaluateTask) -> Evaluation:
     prepare_model(screen, task.model)
     packaged = find_packaged(task.model)
     model = packaged.title if packaged else task.model
-    found = Evaluation(model, str(task.questions), task.form.value, [], [], [], None)
+    found = Evaluation(model, str(task.questions), task.form.value, [], [], None)
     try:
         _measure(screen, task, found)
     except KintsugiError as error:
@@ -79,7 +74,7 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
         form = load_form(task.model, task.form)
         context = tokenize_context(task.context, task.model)
     found.form = form.name.value
-    for number, (codec, speed) in enumerate(grid.engines()):
+    for codec, speed in grid.engines():
         store = ram_url(f"eval-{uuid.uuid4().hex[:8]}", speed)
         spec = MeasuringEngineSpec(
             task.model,
@@ -98,20 +93,13 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
             selections = grid.selections(engine.num_layers)
             with screen.step(f"Measuring {format_count(len(cases), 'question')}") as say:
                 found.rows += evaluate(engine, cases, selections, grid, codec, speed, max_tokens, say)
-            if number == 0 and grid.rates:
-                shaped = reshape_cases(cases, grid.chunk_tokens[0], grid.chunks[0])
-                bench = Bench(engine, shaped, max_tokens)
-                with screen.step("Measuring request rates") as say:
-                    bench.store_chunks()
-                    best = best_by_selector(found.rows)
-                    found.rates += measure_rates(engine, bench, best, grid.rates, say)
 
 
 HEADINGS = ("method", "cost", "ms", "EM", "EM lost", "F1", "R-L", "KL", "top-1")
 
 
 def render(console: Console, evaluation: Evaluation) -> None:
-    """Print one table per setting, and one for request rates."""
+    """Print one table per setting."""
     print_form(console, FormName(evaluation.form))
     for setting in dict.fromkeys(row.setting for row in evaluation.rows):
         parts = [setting.codec, f"batch {setting.batch}"]
@@ -124,13 +112,6 @@ def render(console: Console, evaluation: Evaluation) -> None:
         table = make_figures_table(HEADINGS, box=None, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*_cells(row))
-        console.print(table)
-    if evaluation.rates:
-        headings = ("method", "requests/s", "TTFT ms", "p95 ms")
-        table = make_figures_table(headings, title="TTFT by request rate")
-        for rate in evaluation.rates:
-            p95 = f"{rate.ttft_p95_s * 1e3:.0f}"
-            table.add_row(rate.method, f"{rate.rate_per_s:g}", _span(rate.ttft, 1e3, 0), p95)
         console.print(table)
     console.print(
         "cost: share of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and points "

@@ -10,28 +10,18 @@ import pytest
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
-from kintsugi.engine.local import Generation, Prompt
+from kintsugi.engine.local import Prompt
 from kintsugi.quality.evaluate import (
     FULL,
     REUSE,
     EvaluationGrid,
-    best_by_selector,
     evaluate,
-    measure_rates,
     reshape_cases,
 )
 from kintsugi.quality.measure import Bench
 from tests.unit.quality.fakes import FakeEngine, case
 
 SELECTIONS = (Selection(0.1), Selection(0.3), Selection(0.2, SelectorName.QUERY))
-
-
-class TimedEngine(FakeEngine):
-    """Also answers prompts that arrive one by one."""
-
-    def generate(self, prompts: Any, arrivals_s: list[float] | None = None) -> list[Generation]:
-        assert arrivals_s is None or arrivals_s == sorted(arrivals_s)
-        return super().generate(prompts)
 
 
 def rows_of(selections: Sequence[Selection] = SELECTIONS, **values: Any) -> list[Any]:
@@ -76,21 +66,6 @@ def test_every_setting_is_measured() -> None:
     assert engines == [("raw", None), ("raw", 1e6), ("int8", None), ("int8", 1e6)]
 
 
-def test_rates_are_of_the_best_of_each_selector() -> None:
-    best = best_by_selector(rows_of())
-    assert best == [Selection(0.3), Selection(0.2, SelectorName.QUERY)]
-    engine = TimedEngine()
-    bench = Bench(engine, [case(index) for index in range(5)], 1)
-    rates = measure_rates(engine, bench, best, (2.0, 8.0), lambda text: None)  # type: ignore[arg-type]
-    assert [(row.method, row.rate_per_s) for row in rates[:3]] == [
-        (FULL, 2.0),
-        (REUSE, 2.0),
-        ("hkvd r=0.3 @1", 2.0),
-    ]
-    assert len(rates) == 8
-    assert all(row.num_prompts == 5 and row.ttft_p95_s == 0.1 for row in rates)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -100,7 +75,6 @@ def test_rates_are_of_the_best_of_each_selector() -> None:
         {"chunks": (0,)},
         {"batches": (0,)},
         {"tiers": (0.0,)},
-        {"rates": (-1.0,)},
     ],
 )
 def test_an_impossible_grid_is_refused(values: dict[str, Any]) -> None:
