@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from benchmarks.support.outcomes import Records
 from kintsugi.core.evidence import (
     BETS,
-    CHANGED_MAX,
     STEPS,
     Deviation,
     Levels,
@@ -214,7 +213,7 @@ class TripReplay:
     def __init__(self, quality: Quality) -> None:
         self._quality = quality
         self._tally = Tally()
-        self._limits = Levels(quality.loss_max, CHANGED_MAX)
+        self._limits = Levels.limits(quality.loss_max)
         self._test = TripTest()
 
     def observe(self, deviation: Deviation) -> bool:
@@ -222,7 +221,7 @@ class TripReplay:
             self._tally += Tally.of(deviation, 0.5, [200])
         if self._tally.pairs >= TRIP_PAIRS_MIN and self._tally.pairs % TRIP_STEP == 0:
             found = trip_limits(self._tally, self._quality.loss_max)
-            self._limits = Levels(*map(min, found, self._limits))
+            self._limits = found.lowest(self._limits)
         return self._test.observe(Levels.of(deviation), self._limits) is not None
 
 

@@ -10,9 +10,9 @@ tokens. Its loss is a number in [0, 1] (`loss_of`). Two hypotheses about the mea
   Ramdas, "Estimating means of bounded random variables by betting", 2024). Bets are fixed and the wealth is
   their weighted mean, so the order of the pairs does not matter, and `Tally`, a histogram of losses, holds
   everything. Tallies of several engines are added.
-- "The mean is at most the limit" (`TripTest`), for the loss and for the share of changed tokens. Its wealth
-  restarts from 1 whenever it falls below 1, so old good answers do not hide a later drift (e-detectors: Shin,
-  Ramdas and Rinaldo, 2022).
+- "The mean is at most the limit" (`TripTest`), for each of the `Levels`. Its wealth restarts from 1 whenever
+  it falls below 1, so old good answers do not hide a later drift (e-detectors: Shin, Ramdas and Rinaldo,
+  2022).
 
 Pairs must be independent. Positions within an answer need not be, because an answer is one number.
 """
@@ -41,14 +41,19 @@ POSITIONS_MAX = 32
 BETS: Mapping[float, float] = {0.95: 0.6, 0.8: 0.15, 0.6: 0.1, 0.4: 0.08, 0.2: 0.07}
 """Shares of the largest bet, and their weights. The best share for a mean p is about 1 - p / limit. The
 weights favour small losses, because the first configuration to try is nearly exact."""
-TRIP_BETS = (0.03, 0.06, 0.15, 0.4)
+SEVERE_KL = 2.0
+"""In nats: a lost answer with this mean KL or more is another answer, not an uncertain one."""
+TRIP_BETS = (0.03, 0.1)
 """Bets of `TripTest`, times the limit. A bet gains most if about this share of the pairs is lost beyond the
 limit."""
 FALSE_TRIP = 5e-4
 """Rate of false trips per pair while the mean loss is exactly at the limit; far lower below it."""
 TRIP_LIMIT_MIN = 0.01
-TRIP_LIMIT_ERROR = 0.4
-"""Probability that a mean was, when the evidence was measured, above the limit that `trip_limits` returns."""
+TRIP_LIMIT_ERRORS = (0.3, 0.15, 0.4)
+"""For each of the `Levels`: probability that its mean was, when the evidence was measured, above the limit
+that `trip_limits` returns."""
+TRIP_WEIGHTS = (0.25, 0.25, 0.5)
+"""Weights of the bets on each of the `Levels`. The rarest one tells most, so its limit is the sharpest."""
 _BISECTIONS = 40
 _WEALTH_MAX = 100.0
 """A logarithm far beyond any verdict, whose exponential is still a finite float."""
@@ -128,6 +133,8 @@ class Tally:
     """Sum of the mean KL of each pair, in nats."""
     changes: tuple[tuple[int, int], ...] = ()
     """Number of pairs by share of changed tokens: rows of (share * `STEPS`, rounded up; pairs)."""
+    severities: tuple[tuple[int, int], ...] = ()
+    """Number of pairs by `Levels.severity`: rows of (severity * `STEPS`, rounded up; pairs)."""
     sizes: tuple[tuple[int, int], ...] = ()
     """Number of pairs by size of their chunks: rows of (`size_of`, pairs)."""
     chunks: tuple[tuple[int, int], ...] = ()
@@ -137,6 +144,7 @@ class Tally:
         for name, low, high in (
             ("losses", 0, STEPS),
             ("changes", 0, STEPS),
+            ("severities", 0, STEPS),
             ("answers", -1, 1),
             ("sizes", 0, 32),
             ("chunks", 0, 32),
@@ -151,9 +159,11 @@ class Tally:
     def of(deviation: Deviation, cost: float, chunk_tokens: Sequence[int], wrong: int | None = None) -> Tally:
         """The tally of one pair. ``wrong``: full prefill's exact match minus the blend's; None: unknown."""
         mean = sum(chunk_tokens) / max(1, len(chunk_tokens))
+        levels = Levels.of(deviation)
         return Tally(
-            losses=((_round_up(loss_of(deviation)), 1),),
-            changes=((_round_up(deviation.changed), 1),),
+            losses=((_round_up(levels.loss), 1),),
+            changes=((_round_up(levels.changed), 1),),
+            severities=((_round_up(levels.severity), 1),),
             answers=() if wrong is None else ((wrong, 1),),
             cost=cost,
             kl=deviation.kl,
@@ -164,7 +174,7 @@ class Tally:
     def __add__(self, other: Tally) -> Tally:
         rows = {
             name: _add_rows(getattr(self, name), getattr(other, name))
-            for name in ("losses", "changes", "answers", "sizes", "chunks")
+            for name in ("losses", "changes", "severities", "answers", "sizes", "chunks")
         }
         return Tally(**rows, cost=self.cost + other.cost, kl=self.kl + other.kl)
 
@@ -207,10 +217,6 @@ class Tally:
         """Return the highest mean loss that the pairs do not rule out: the mean is below it, except with
         probability ``error``. 1 without pairs."""
         return _upper(self.losses, error)
-
-    def changed_upper(self, error: float) -> float:
-        """Return the same for the share of changed tokens."""
-        return _upper(self.changes, error)
 
     def pairs_missing(self, quality: Quality, enough: float) -> int | None:
         """Estimate how many more pairs, similar to these, bring the logarithm of the wealth to ``enough``;
@@ -288,41 +294,54 @@ def _pairs_missing(losses: Sequence[tuple[float, int]], limit: float, enough: fl
 
 
 class Levels(NamedTuple):
-    """The two watched measures of a served blend, or the limits of both."""
+    """The watched measures of a served blend, each in [0, 1], or their limits."""
 
     loss: float
     changed: float
     """Share of changed tokens. Many small changes hardly add to the loss."""
+    severity: float
+    """KL as a share of `SEVERE_KL`, times the changed tokens as a share of `CHANGED_MAX`, each at most 1.
+    Where sound blends lose answers by uncertainty, damaged ones stand out."""
 
     @staticmethod
     def of(deviation: Deviation) -> Levels:
-        return Levels(loss_of(deviation), deviation.changed)
+        severity = min(1.0, deviation.kl / SEVERE_KL) * min(1.0, deviation.changed / CHANGED_MAX)
+        return Levels(loss_of(deviation), deviation.changed, severity)
+
+    @staticmethod
+    def limits(loss_max: float) -> Levels:
+        """The limits without evidence."""
+        return Levels(loss_max, CHANGED_MAX, CHANGED_MAX)
+
+    def lowest(self, other: Levels) -> Levels:
+        """Return the lower one of each two limits."""
+        return Levels(*map(min, self, other))
 
 
 def trip_limits(tally: Tally, loss_max: float) -> Levels:
     """Return the limits of a `TripTest` on blends with this evidence: the highest means that the evidence
-    does not rule out, at least `TRIP_LIMIT_MIN`, and at most ``loss_max`` and `CHANGED_MAX`. So a good level
-    that becomes worse is noticed while it is still within the limit."""
-    return Levels(
-        min(loss_max, max(TRIP_LIMIT_MIN, tally.loss_upper(TRIP_LIMIT_ERROR))),
-        min(CHANGED_MAX, max(TRIP_LIMIT_MIN, tally.changed_upper(TRIP_LIMIT_ERROR))),
-    )
+    does not rule out, at least `TRIP_LIMIT_MIN`, and at most `Levels.limits`. So a good level that becomes
+    worse is noticed while it is still within the limit."""
+    watched = zip((tally.losses, tally.changes, tally.severities), TRIP_LIMIT_ERRORS, strict=True)
+    upper = Levels(*(max(TRIP_LIMIT_MIN, _upper(rows, error)) for rows, error in watched))
+    return upper.lowest(Levels.limits(loss_max))
 
 
 @dataclass
 class TripTest:
-    """Bets that the mean loss, or the mean share of changed tokens, is above its limit."""
+    """Bets that the mean of one of the `Levels` is above its limit."""
 
     _wealths: dict[tuple[str, float], float] = field(default_factory=dict)
 
     def observe(self, levels: Levels, limits: Levels) -> str | None:
         """Add one pair and its limits. Return what is probably above its limit, in words; None if nothing."""
-        for name, level, limit in zip(Levels._fields, levels, limits, strict=True):
+        mean = 0.0
+        for name, level, limit, weight in zip(Levels._fields, levels, limits, TRIP_WEIGHTS, strict=True):
             for bet in TRIP_BETS:
                 wealth = max(0.0, self._wealths.get((name, bet), 0.0))
                 wealth += math.log1p(bet / limit * (level - limit))
                 self._wealths[name, bet] = min(wealth, _WEALTH_MAX)
-        mean = sum(map(math.exp, self._wealths.values())) / len(self._wealths)
+                mean += weight * math.exp(self._wealths[name, bet]) / len(TRIP_BETS)
         if mean < 1 / FALSE_TRIP:
             return None
         name, _ = max(self._wealths, key=self._wealths.__getitem__)
@@ -332,4 +351,5 @@ class TripTest:
 _WATCHED = {
     "loss": "the mean loss of served blends",
     "changed": "the share of changed tokens of served blends",
+    "severity": "the severity of served blends' errors",
 }

@@ -42,14 +42,14 @@ ALGORITHM = 1
 """Number of the algorithm that computes blended KV. A person raises it when blended KV can change; reports of
 another number do not apply."""
 ERROR = 0.025
-FIRST_SLOT = 0.75
+FIRST_SLOT = 0.85
 """Share of the error probability of the first slot: most services have one kind of prompts and one tenant."""
-FIRST_EPOCH = 0.85
+FIRST_EPOCH = 0.9
 """Share of a slot's error probability that is used before its first closing."""
 SOURCES_KEPT_MAX = 1024
 """Maximum number of computed answers, by cell and source, that a report and what it allows keep: half a
 megabyte. All are dropped beyond it, because a caller may make up any number of namespaces."""
-COMMON_SHARE = 0.15
+COMMON_SHARE = 0.08
 """Share of the error probability for passing in a cell on the evidence of several namespaces together."""
 NAMESPACES_MIN = 4
 """Minimum number of namespaces whose evidence opens a cell for others: none supplies more than its share."""
@@ -226,14 +226,15 @@ class ServedBlend:
     __pydantic_config__ = STRICT
 
     source: str
-    levels: tuple[float, float]
+    levels: tuple[float, float, float]
     """`Levels` of the pair."""
-    limits: tuple[float, float]
+    limits: tuple[float, float, float]
     """Their limits when the pair was measured."""
 
     @staticmethod
     def of(source: str, levels: Levels, limits: Levels) -> ServedBlend:
-        return ServedBlend(source, _rounded(levels), _rounded(limits))
+        rounded = [Levels(*(round(one, 6) for one in some)) for some in (levels, limits)]
+        return ServedBlend(source, *rounded)
 
 
 @dataclass(frozen=True)
@@ -523,10 +524,6 @@ def source_of(namespace: str) -> str:
     """Return the source of a namespace's evidence: a digest, because reports need no names of tenants. Parts
     of a namespace count as one source, because callers make them at will."""
     return blake3.blake3(b"kintsugi-source\0" + base_of(namespace).encode()).hexdigest()[:16]
-
-
-def _rounded(levels: Levels) -> tuple[float, float]:
-    return round(levels.loss, 6), round(levels.changed, 6)
 
 
 def share_of_slot(slot: int) -> float:

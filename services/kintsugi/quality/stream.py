@@ -42,7 +42,6 @@ import blake3
 from kintsugi.core.accounting import ChunkAudit, Outcome
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.evidence import (
-    CHANGED_MAX,
     POSITIONS_MAX,
     Deviation,
     Levels,
@@ -493,7 +492,7 @@ class Stream:
         """Return the lowest trip limits since the last closing. Only a namespace's own evidence lowers
         them."""
         report, allowed = state.report, state.allowance(cell, source)
-        limits = Levels(state.quality.loss_max, CHANGED_MAX)
+        limits = Levels.limits(state.quality.loss_max)
         if report is None or allowed is None:
             return limits
         lowest = self._watched_of(source).limits
@@ -501,7 +500,7 @@ class Stream:
         if own.pairs >= TRIP_PAIRS_MIN and own.pairs % TRIP_STEP == 0:
             limits = trip_limits(own, limits.loss)
         key = cell, allowed.cheapest
-        lowest[key] = Levels(*map(min, limits, lowest.get(key, limits)))
+        lowest[key] = limits.lowest(lowest.get(key, limits))
         return lowest[key]
 
     def _watched_of(self, source: str) -> _Watched:

@@ -49,7 +49,7 @@ ANSWER_TIMEOUT_S = 300.0
 BLEND_SHARE = 0.05
 """Maximum share of an engine's time for comparing blended answers with full prefill."""
 REPORT_FILE = "calibration.json"
-SAVED_UP_S = 60.0
+SAVED_UP_S = 300.0
 """Time of the engine that may be saved up for twins: so they start as soon as an answer ends, when the next
 request is furthest."""
 PUBLISH_RETRY_S = 0.5

@@ -177,7 +177,7 @@ def test_progress_of_what_is_open_is_given_in_numbers() -> None:
     assert 0 < found.loss_upper < 0.25
     assert found.detail == (
         "prompts of 513 to 2048 tokens with declared chunks: at 50% of a full prefill's work, mean loss "
-        "0.000 of at most 0.250; for a ratio of 0.4, 0 of about 34 prompts were measured"
+        "0.000 of at most 0.250; for a ratio of 0.4, 0 of about 32 prompts were measured"
     )
     assert found.pairs_missing is not None, "until the next configuration"
     lossy = entry_of(pairs=30, loss=0.5, selection=LADDER[1])

@@ -68,7 +68,7 @@ def full_report() -> Report:
     """A report with a value in every field."""
     part = dataclasses.replace(
         part_of(entry_of(tally=tally_of(9, 0.5, answers=((0, 8), (1, 1)))), closings=[closing(SOURCE)]),
-        latest=(ServedBlend(SOURCE, (0.25, 0.0), (0.125, 0.02)),),
+        latest=(ServedBlend(SOURCE, (0.25, 0.0, 0.0), (0.125, 0.02, 0.02)),),
         served=1,
         folded=("earlier",),
     )

@@ -40,9 +40,9 @@ from tests.fakes.reports import (
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 OTHER = source_of("other")
-FIRST = ServedBlend(SOURCE, (0.5, 0.1), (0.125, 0.05))
-SECOND = ServedBlend(SOURCE, (0.25, 0.0), (0.125, 0.05))
-OF_OTHER = ServedBlend.of(OTHER, Levels(1 / 3, 0.0), Levels(0.02, 0.02))
+FIRST = ServedBlend(SOURCE, (0.5, 0.1, 0.0), (0.125, 0.05, 0.05))
+SECOND = ServedBlend(SOURCE, (0.25, 0.0, 0.0), (0.125, 0.05, 0.05))
+OF_OTHER = ServedBlend.of(OTHER, Levels(1 / 3, 0.0, 0.0), Levels(0.02, 0.02, 0.02))
 CLOSING = Closing("wrong answers", AT, SOURCE)
 
 

@@ -168,12 +168,12 @@ def test_report() -> None:
         (ReportEntry(cell, "source", 3, 1, selection, tally),),
         (Closing("wrong", "2026-01-01T00:00:00+00:00", "source"),),
         (Opening(cell, "", selection, "2026-01-02T00:00:00+00:00"),),
-        (ServedBlend("source", (0.25, 0.0), (0.125, 0.02)),),
+        (ServedBlend("source", (0.25, 0.0, 0.0), (0.125, 0.02, 0.02)),),
         7,
         ("earlier",),
     )
     report = Report(BINDING, "2026-01-02T03:04:05.000+00:00", (part,))
-    assert digest(report.to_bytes()) == "8d3fdbc2c95c95d7ed2de6cc06c36a9c"
+    assert digest(report.to_bytes()) == "2210da2782ddcfc4dde87fbe6745b9bc"
     assert BINDING.report_name == "quality/raw/03f79bf01f1b022ca63c907c5e471678/1"
 
 

@@ -521,7 +521,7 @@ def test_blends_that_become_wrong_trip_their_namespace_alone() -> None:
 
 def test_losses_that_other_engines_measured_trip_too() -> None:
     life = Life(open_report())
-    life.twins.of_others = [ServedBlend(SOURCE, (1.0, 1.0), (0.125, 0.25))] * 30
+    life.twins.of_others = [ServedBlend(SOURCE, (1.0, 1.0, 1.0), (0.125, 0.25, 0.25))] * 30
     life.serve(blended())
     life.run()
     assert [one.source for one in life.report.closings] == [SOURCE]
@@ -529,7 +529,7 @@ def test_losses_that_other_engines_measured_trip_too() -> None:
 
 def test_a_closing_by_another_engine_restarts_the_trip_test() -> None:
     life = Life(open_report())
-    life.twins.of_others = [ServedBlend(SOURCE, (1.0, 1.0), (0.125, 0.25))] * 4
+    life.twins.of_others = [ServedBlend(SOURCE, (1.0, 1.0, 1.0), (0.125, 0.25, 0.25))] * 4
     life.serve(blended())
     life.run()
     assert life.report.closings == ()
@@ -543,7 +543,7 @@ def test_a_closing_by_another_engine_restarts_the_trip_test() -> None:
     )
     life.keeper.report = closed
     life.now_s = 60.0
-    life.twins.of_others = [ServedBlend(SOURCE, (1.0, 1.0), (0.125, 0.25))] * 4
+    life.twins.of_others = [ServedBlend(SOURCE, (1.0, 1.0, 1.0), (0.125, 0.25, 0.25))] * 4
     life.serve(blended())
     life.run()
     assert life.report.closings == (ELSEWHERE,)

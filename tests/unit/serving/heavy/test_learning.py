@@ -235,7 +235,7 @@ def test_time_without_twins_is_saved_up_to_a_limit() -> None:
     """A twin starts as soon as its answer ends; one in the middle of a pause would meet the next request."""
 
     async def test(engine: StubEngine, learning: Learning) -> None:
-        engine.now_s, engine.twin_s = 1000.0, 6.0
+        engine.now_s, engine.twin_s = 1000.0, 40.0
         each_s = engine.twin_s / FULL_SHARE - engine.twin_s
         for _ in range(PENDING_MAX):
             serve(engine)
