@@ -58,9 +58,11 @@ def main() -> None:
     Console(file=sys.stderr, width=200).print(make_table(matrix))
     for row in matrix.all_rows():
         row.commit = commit()
-    committed = read_committed()
+    committed, oldest = read_committed(), None
     if committed is not None:
+        ours = matrix
         matrix = matrix.over(Matrix.of(committed["config"]["rows"], committed["commit"]))
+        oldest = committed["commit"] if len(matrix.one_rank) > len(ours.one_rank) else None
     figures = figures_of(matrix, committed["config"]["rows"] if committed else [])
     config = {
         "weights": "random",
@@ -68,7 +70,7 @@ def main() -> None:
         "compute_threads": os.environ["OMP_NUM_THREADS"],
         "rows": matrix.to_mapping(),
     }
-    report(NAME, config, figures, save_as=NAME if arguments.save else None)
+    report(NAME, config, figures, NAME if arguments.save else None, oldest)
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -80,8 +80,15 @@ def format_result(result: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def report(benchmark: str, config: dict[str, Any], figures: Sequence[Figure], save_as: str | None) -> None:
-    """Print the table, keep the result as `results/SAVE_AS.json` where given, print the JSON object last."""
+def report(
+    benchmark: str,
+    config: dict[str, Any],
+    figures: Sequence[Figure],
+    save_as: str | None,
+    oldest: str | None = None,
+) -> None:
+    """Print the table, keep the result as `results/SAVE_AS.json` where given, print the JSON object last.
+    ``oldest``: the commit of the oldest part, if not everything was measured now."""
     # Not above: `make gpu` takes figures from here where torch alone is installed.
     from rich.console import Console
     from rich.table import Table
@@ -96,7 +103,7 @@ def report(benchmark: str, config: dict[str, Any], figures: Sequence[Figure], sa
     Console(file=sys.stderr, width=150).print(table)
     result = {
         "benchmark": benchmark,
-        "commit": commit(),
+        "commit": oldest or commit(),
         "config": {
             "machine": machine(),
             "date": datetime.now(UTC).date().isoformat(),
