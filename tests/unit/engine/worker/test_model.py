@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.model import (
     CacheGroup,
+    Layer,
     LoadedModel,
     _cache_groups,
     _disabled_ops,
@@ -267,3 +268,16 @@ def test_a_decoder_layer_that_mixes_tokens_twice_is_declined(
 
 def test_decoder_layers_may_mix_no_tokens() -> None:
     _require_one_each([0, 2, 5], [True, False, True])
+
+
+def test_a_layer_is_called_with_the_modules_behind_it() -> None:
+    modules, called = tuple(nn.Linear(1, 1) for _ in range(3)), list[nn.Module]()
+    call: Any = SimpleNamespace(run=lambda module, _hidden: called.append(module))
+    calls = LayerCalls(modules, (call,) * 3, ())
+    layers = tuple(
+        Layer(index, "", modules[steps.start], None, cast(Any, None), steps)
+        for index, steps in enumerate((range(2), range(2, 3)))
+    )
+    model = LoadedModel(cast(Any, None), nn.Module(), layers, CUDA, torch.bfloat16, 0.2, calls, (1, 1))
+    model.run_layer(layers[0], cast(Any, None))
+    assert called == [*modules[:2]]
