@@ -152,7 +152,8 @@ def measure_delay(setup: LiveSetup) -> list[Figure]:
             del rest[learns][:DELAY_EACH]
             learned_s += (time.monotonic() - began_s) * learns
             say(f"block {block + 1} of {2 * DELAY_BLOCKS}: {'learning' if learns else 'not learning'}")
-            time.sleep(DRAIN_S)
+            if learns:
+                time.sleep(DRAIN_S)
         progress = _progress(server)
     pairs = progress.get("pairs") or 0
     told = f"{setup.model} ({setup.dtype}), about {setup.tokens} tokens, {len(waits[True])} prompts each"
