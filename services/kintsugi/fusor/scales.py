@@ -48,7 +48,7 @@ def multiply(narrow: Tensor, scales: Tensor, out: Tensor) -> None:
     A GPU converts while it reads and writes. torch's loops on a CPU are fast over one dtype only, so there
     temporary memory of four bytes per element pays.
     """
-    if out.is_cpu:
+    if out.device.type == "cpu":
         out.copy_(_to_float32(narrow).mul_(scales))
     else:
         wide = narrow if narrow.dtype == torch.int8 else narrow.to(torch.bfloat16)

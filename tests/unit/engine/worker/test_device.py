@@ -333,7 +333,7 @@ def test_a_question_that_passes_without_gaps_waits_for_nothing(monkeypatch: pyte
     check(Selection(0.3, SelectorName.HYBRID, 1, query_layers=(0, 2)), Codec.RAW, 30, missed=1)
 
 
-@pytest.mark.parametrize("codec", [Codec.RAW, Codec.FP8_SINKS])
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.FP8_SINKS, Codec.INT4])
 def test_no_codec_waits(codec: Codec) -> None:
     check(Selection(0.3), codec, 1000)
 
