@@ -18,7 +18,7 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import watched_files
-from kintsugi.store.protocol.tls import TlsFiles, check_listen, is_loopback
+from kintsugi.store.protocol.tls import TlsFiles, check_listen, is_loopback, parse_address
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -134,6 +134,25 @@ def test_files_that_are_no_certificates_are_suspected(tmp_path: Path) -> None:
         ShardServer(
             Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=TlsFiles(file, file, file))
         ).start()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://localhost:1", "dns:///a:1,b:1", "[::1", "[::1:1", "a b:1", "a:1\n", "a:\u0661", ":1", "a:65536"],
+)
+def test_what_is_no_host_and_port_is_refused(address: str) -> None:
+    with pytest.raises(InvalidField, match="is not host:port"):
+        parse_address("listen", address)
+
+
+def test_an_address_is_parsed() -> None:
+    addresses = ("localhost:1", "my_shard-0.ns.svc:65535", "127.0.0.1:0", "[fe80::1%eth0]:7")
+    assert [parse_address("listen", address) for address in addresses] == [
+        ("localhost", 1),
+        ("my_shard-0.ns.svc", 65535),
+        ("127.0.0.1", 0),
+        ("fe80::1%eth0", 7),
+    ]
 
 
 def test_beyond_loopback_tls_is_mandatory() -> None:

@@ -51,6 +51,12 @@ def test_a_token_names_its_owner_and_is_not_in_the_file(tmp_path: Path) -> None:
     assert len({*tokens.values()}) == 2
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "a\x1b[2J", "\udcff"])
+def test_a_name_that_logs_and_messages_cannot_hold_is_refused(name: str) -> None:
+    with pytest.raises(InvalidField, match=r"^name: "):
+        new_token(name, ("search",))
+
+
 @pytest.mark.parametrize("token", [None, "", "kg_wrong", "\ud800"])
 def test_no_or_another_token_is_refused(tmp_path: Path, token: str | None) -> None:
     path, _ = file_with(tmp_path, search=("search",))

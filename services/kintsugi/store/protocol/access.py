@@ -151,6 +151,8 @@ class _Entry:
     def _check(self, kind: str) -> None:
         if not self.name:
             raise InvalidField("name", f"is required: name the {kind}'s owner")
+        if not self.name.isprintable():  # half of a surrogate pair, or a line end, which logs would break at
+            raise InvalidField("name", f"of {kind} {self.name!r} must hold printable characters only")
         if not self.namespaces:
             raise InvalidField(
                 "namespaces", f"of {kind} {self.name!r} is empty: name the namespaces that it may use"

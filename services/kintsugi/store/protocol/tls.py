@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kintsugi.store.protocol.watched_files import WatchedFiles
 from kintsugi.store.protocol.wire import CLIENT_OPTIONS
 
 PORT_MAX = 65535
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[\w.-]+):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,15 @@ def is_loopback(listen: str) -> bool:
 
 def parse_address(field: str, address: str) -> tuple[str, int]:
     """Return host and port of `host:port`. Raises `InvalidField`, also without a port, which gRPC would
-    choose itself."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or len(port) > len(str(PORT_MAX)) or int(port) > PORT_MAX:
-        raise InvalidField(field, f"{address!r} is not host:port with a port of at most {PORT_MAX}")
-    return host.strip("[]"), int(port)
+    choose itself, and for a URL, which gRPC would try to resolve until the deadline."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match["port"]) > PORT_MAX:
+        raise InvalidField(
+            field,
+            f"{address!r} is not host:port with a port of at most {PORT_MAX}, such as 127.0.0.1:7500 or "
+            "[::1]:7500",
+        )
+    return match["host"].strip("[]"), int(match["port"])
 
 
 def check_listen(listen: str, tls: TlsFiles | None, insecure: bool) -> None:
