@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import typer
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.evidence import Quality
 from kintsugi.core.plan import FormName
+from kintsugi.core.schema import parse_json
 from kintsugi.models.bundled import BUNDLED_NAME
 from kintsugi.models.context import NONE
 from kintsugi.models.reference import REFERENCE
@@ -176,8 +176,8 @@ class ServeTask:
 def parse_engine_arguments(text: str) -> dict[str, Any]:
     """Parse the arguments of `vllm.LLM` in `--engine`. Raises `InvalidField`."""
     try:
-        values = json.loads(text)
-    except ValueError as error:
+        values = parse_json(text)
+    except (ValueError, RecursionError) as error:
         raise InvalidField("engine", f"is not JSON ({error}); {ENGINE_EXAMPLE}") from None
     if not isinstance(values, dict):
         raise InvalidField("engine", f"is not a JSON object; {ENGINE_EXAMPLE}")
@@ -214,7 +214,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(encoding="utf-8"), OnceLoader)
     except OSError as error:
         raise NotFound(f"{path} cannot be read ({error.strerror}); name a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # PyYAML raises also what the conversion of a value raises, such as a date's
         raise InvalidField("config", f"{path} is not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise InvalidField("config", f"{path} must be a mapping; see docs/howto/serve.md for its keys")

@@ -176,6 +176,8 @@ def ask_service(link: ServiceLink) -> ServiceFacts:
     """Request the facts about a service. Raises `InvalidField` for invalid options; other errors are in the
     result. Unknown fields of the answer are ignored: a later gateway may send more."""
     url = parse_url(link.url)
+    if not (link.api_key.isascii() and link.api_key.isprintable()):  # an error of the client would quote it
+        raise InvalidField("api_key", "must hold visible ASCII characters only; remove a line end")
     headers = {"authorization": f"Bearer {link.api_key}"} if link.api_key else {}
     try:
         https = urllib.request.HTTPSHandler(context=_trust(link.tls_ca))
@@ -191,7 +193,7 @@ def ask_service(link: ServiceLink) -> ServiceFacts:
         if not document.keys() >= REQUIRED:
             raise ValueError("no gateway's answer")
         return TypeAdapter(ServiceFacts).validate_python(document)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return ServiceFacts(url, Contact.FOREIGN, "the server's answer is not that of a Kintsugi gateway")
 
 
@@ -231,5 +233,5 @@ def _message_of(body: bytes) -> str:
     """Return the message of an error in OpenAI's format; empty for any other body."""
     try:
         return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""

@@ -6,7 +6,6 @@ A gateway or client sends constraints; only the connector plans.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -107,7 +106,7 @@ class BlendOptions:
     selector: str | None = None
 
     def __post_init__(self) -> None:
-        if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
+        if self.ratio is not None and not 0.0 <= self.ratio <= 1.0:
             raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
         if self.selector is not None:
             parse_selector(self.selector)

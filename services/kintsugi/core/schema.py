@@ -160,7 +160,11 @@ def parse_json(text: str | bytes) -> Any:
     """Return a JSON document. Raises `ValueError` where another reader might find other values: an object
     that has a name twice, NaN, a number that no double can hold."""
     return json.loads(
-        text, object_pairs_hook=_fields_of, parse_constant=_refuse_constant, parse_float=_finite
+        text,
+        object_pairs_hook=_fields_of,
+        parse_constant=_refuse_constant,
+        parse_float=_finite,
+        parse_int=_finite_int,
     )
 
 
@@ -181,3 +185,8 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise ValueError(f"{text[:NAME_CHARS_SHOWN]} exceeds every number")
     return number
+
+
+def _finite_int(text: str) -> int:
+    _finite(text)  # an integer that no double can hold raises where it becomes one
+    return int(text)

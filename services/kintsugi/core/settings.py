@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -284,8 +285,8 @@ def _check_value(value: Any, bounds: Bounds, where: str) -> None:
 
 
 def _number_problem(value: float, bounds: Bounds) -> str:
-    if not math.isfinite(value):
-        return f"{value} must be a finite number"
+    if not abs(value) <= sys.float_info.max:  # for an integer that large, `math.isfinite` raises
+        return "must be a finite number" if isinstance(value, int) else f"{value} must be a finite number"
     if value < bounds.get("minimum", value):
         return f"{value} must be at least {bounds['minimum']}"
     if value <= bounds.get("exclusiveMinimum", -math.inf):

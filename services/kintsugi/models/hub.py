@@ -60,7 +60,7 @@ def _name_in_config(folder: Path) -> str:
     """Return the hub name in the checkpoint's config; empty if there is none."""
     try:
         named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return ""  # vLLM reports the error in the config
     # It may also be a folder of the machine that wrote the config, which must not be published.
     return named if isinstance(named, str) and len(named) <= NAME_CHARS_MAX and is_hub_name(named) else ""

@@ -22,7 +22,7 @@ from kintsugi.cli.commands.serve import (
 )
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
-from kintsugi.cli.options import ServeTask, read_yaml
+from kintsugi.cli.options import ServeTask, parse_engine_arguments, read_yaml
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
     GatewaySpec,
@@ -184,6 +184,12 @@ def test_a_folder_that_is_not_there_is_said_so(tmp_path: Path) -> None:
         ("- a\n", InvalidField, "must be a mapping"),
         ("limits: {docs: {ram_gib: 1}}\nlimits: {}\n", InvalidField, "'limits' occurs twice in a mapping"),
         ("\xff", InvalidField, "not YAML"),
+        ("a: " + "[" * 2_000, InvalidField, "not YAML"),
+        ("model: 2026-99-99", InvalidField, "not YAML"),
+        ("store: {shards: " + "9" * 5_000 + "}", InvalidField, "not YAML"),
+        ("store: !!int ''", InvalidField, "not YAML"),
+        ("store: !!bool x", InvalidField, "not YAML"),
+        ("store: !!timestamp x", InvalidField, "not YAML"),
     ],
 )
 def test_a_file_that_is_none_is_refused(
@@ -194,6 +200,22 @@ def test_a_file_that_is_none_is_refused(
         file.write_bytes(text.encode("latin-1"))
     with pytest.raises(error, match=match):
         read_yaml(file)
+
+
+def test_an_integer_that_no_double_can_hold_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("model: {path: m}\nengines: {vllm: {block_size: " + "9" * 400 + "}}\n")
+    result = CliRunner().invoke(app, ["serve", "--config", str(file), "--print-config"])
+    assert result.exit_code == 2
+    assert "engines.vllm.block_size: must be a finite number" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, '{"a": ' + "9" * 5_000 + "}", '{"a": NaN}', '{"a": 1, "a": 2}']
+)
+def test_engine_arguments_that_are_no_json_object_are_refused(text: str) -> None:
+    with pytest.raises(InvalidField, match=r"^engine: is not "):
+        parse_engine_arguments(text)
 
 
 def test_the_configuration_is_printed_as_serve_deploy_takes_it() -> None:

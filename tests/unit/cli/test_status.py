@@ -276,6 +276,8 @@ def test_nothing_there_is_told_from_something_else_there(monkeypatch: pytest.Mon
         (200, "<html>", Contact.FOREIGN),
         (200, '{"status": "ok"}', Contact.FOREIGN),
         (200, "[]", Contact.FOREIGN),
+        (200, "[" * 100_000, Contact.FOREIGN),
+        (503, "[" * 100_000, Contact.FAILED),
         (401, '{"error": {"message": "this token expired at noon"}}', Contact.UNAUTHENTICATED),
         (503, "overloaded", Contact.FAILED),
         (302, "/elsewhere", Contact.FAILED),
@@ -286,6 +288,13 @@ def test_http_servers_are_told_apart(status: int, body: str, contact: Contact) -
         found = ask_service(ServiceLink(url=url))
     assert found.contact is contact
     assert status != 401 or found.detail == "this token expired at noon"
+
+
+@pytest.mark.parametrize("key", ["kg_secret\n", "kg_secret\u00e9", "kg_secret\ud800"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_quoted(key: str) -> None:
+    with pytest.raises(InvalidField, match=r"^api_key: ") as refused:
+        ask_service(ServiceLink(api_key=key))
+    assert "secret" not in str(refused.value)
 
 
 def test_a_file_that_is_not_an_authority_is_bad_input(tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def test_a_stream_that_breaks_says_so_in_its_last_event() -> None:
         ),
         (b'{"kintsugi": {}, "kintsugi": {"namespace": "b"}}', "'kintsugi' occurs twice in an object"),
         (b'{"temperature": -1e999}', "-1e999 exceeds every number"),
+        (b'{"temperature": 1' + b"0" * 400 + b"}", "exceeds every number"),
     ],
 )
 def test_bodies_that_are_no_json_object(raw: bytes, message: str) -> None:
