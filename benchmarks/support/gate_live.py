@@ -48,7 +48,7 @@ COMPARED = 8
 """Prompts that are sent both ways after the first blend."""
 DELAY_BLOCKS, DELAY_EACH = 3, 8
 DRAIN_S = 45.0
-"""After a block: its last comparisons are done."""
+"""Longest wait for the last comparisons of a block."""
 CHEAP = 0.25
 TOO_MUCH = "too much to pass"
 """Part of the progress where the next configuration does not pass."""
@@ -150,10 +150,9 @@ def measure_delay(setup: LiveSetup) -> list[Figure]:
                 rss_most = max(rss_most, server.rss_bytes())
                 time.sleep(some.expovariate(1 / (time.monotonic() - asked_s)))
             del rest[learns][:DELAY_EACH]
-            learned_s += (time.monotonic() - began_s) * learns
             say(f"block {block + 1} of {2 * DELAY_BLOCKS}: {'learning' if learns else 'not learning'}")
-            if learns:
-                time.sleep(DRAIN_S)
+            _wait_for_comparisons(server)
+            learned_s += (time.monotonic() - began_s) * learns
         progress = _progress(server)
     pairs = progress.get("pairs") or 0
     told = f"{setup.model} ({setup.dtype}), about {setup.tokens} tokens, {len(waits[True])} prompts each"
@@ -169,10 +168,22 @@ def measure_delay(setup: LiveSetup) -> list[Figure]:
     ]
 
 
-def _progress(server: Server) -> dict[str, Any]:
+def _engines(server: Server) -> dict[str, Any]:
     described = httpx.get(server.details["http"] + SERVICE_PATH, timeout=60.0).raise_for_status().json()
-    progress: dict[str, Any] = described["engines"]["progress"]
+    engines: dict[str, Any] = described["engines"]
+    return engines
+
+
+def _progress(server: Server) -> dict[str, Any]:
+    progress: dict[str, Any] = _engines(server)["progress"]
     return progress
+
+
+def _wait_for_comparisons(server: Server) -> None:
+    """Wait until no answer waits for its comparison, at most `DRAIN_S`."""
+    until_s = time.monotonic() + DRAIN_S
+    while _engines(server)["learning"]["pending"] and time.monotonic() < until_s:
+        time.sleep(1.0)
 
 
 def _ask(setup: LiveSetup, client: Client, questions: list[Question], server: Server) -> list[Figure]:

@@ -32,7 +32,7 @@ from kintsugi.core.schema import STRICT
 KL_CAP = 0.04
 """In nats: an answer with this mean KL or more has a loss of 1."""
 CHANGED_MAX = 0.25
-"""An answer whose most likely token differs at more than this share of its positions has a loss of 1."""
+"""An answer with a larger share of changed tokens has a loss of 1."""
 STEPS = 128
 """Losses are rounded up to multiples of ``1 / STEPS``, which makes every test slightly stricter."""
 POSITIONS_MAX = 32
@@ -94,7 +94,7 @@ class Deviation:
     kl: float
     """Mean KL divergence over the positions, full prefill's distribution against the blend's, in nats."""
     changed: float
-    """Share of positions whose most likely token differs."""
+    """Share of positions whose most likely token differs by more than a near tie."""
     positions: int = 1
 
     def __post_init__(self) -> None:

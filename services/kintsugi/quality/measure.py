@@ -238,12 +238,14 @@ class PromptScore:
     """KL at each position of full prefill's answer."""
     disagreements: tuple[bool, ...]
     """Whether the most likely token differs there."""
+    changes: tuple[bool, ...]
+    """Whether it differs by more than a near tie."""
     right: tuple[float, float] | None = None
     """Exact match of the blend and of full prefill; None without answers."""
 
     @property
     def deviation(self) -> Deviation:
-        return Deviation.of(self.divergences, self.disagreements)
+        return Deviation.of(self.divergences, self.changes)
 
     def tally(self, chunk_tokens: Sequence[int]) -> Tally:
         """The evidence of this pair, of a prompt with chunks of these lengths."""
@@ -292,6 +294,7 @@ class Scores:
                     blend.cost,
                     tuple(metrics.kl_divergence(*pair) for pair in pairs),
                     tuple(not metrics.same_top(*pair) for pair in pairs),
+                    tuple(not metrics.same_top(*pair, metrics.TIE) for pair in pairs),
                     right,
                 )
             )

@@ -62,6 +62,8 @@ TOP_LOGPROBS = 20
 """Most likely tokens that are compared at a position: vLLM's default limit."""
 Distribution = Mapping[int, float]
 """Logprobs by token id, of the most likely tokens only."""
+TIE = 0.1
+"""Nats: a token that full prefill finds at least 0.9 times as likely as its first choice is no change."""
 KL_MAX = 1000.0
 """Nats. A model with broken KV produces NaN, which must count as the worst value."""
 
@@ -90,11 +92,13 @@ _REST_MIN = 1e-6
 """A smaller remainder is a rounding error of the sum, because logprobs are float32."""
 
 
-def same_top(full: Distribution, blend: Distribution) -> bool:
-    """Whether both have the same most likely token; False if one of them holds NaN."""
+def same_top(full: Distribution, blend: Distribution, tie: float = 0.0) -> bool:
+    """Whether both have the same most likely token, or the blend's is at most ``tie`` nats less likely in
+    `full` than its own; False if one of them holds NaN."""
     if any(map(math.isnan, (*full.values(), *blend.values()))):
         return False
-    return top_token(full) == top_token(blend)
+    mine, other = top_token(full), top_token(blend)
+    return mine == other or full[mine] - full.get(other, -math.inf) < tie
 
 
 def top_token(distribution: Distribution) -> int:

@@ -190,7 +190,8 @@ def compare_steps(
     none."""
     pairs = list(zip(full[:positions], blend[:positions], strict=False))
     return Deviation.of(
-        [metrics.kl_divergence(*pair) for pair in pairs], [not metrics.same_top(*pair) for pair in pairs]
+        [metrics.kl_divergence(*pair) for pair in pairs],
+        [not metrics.same_top(*pair, metrics.TIE) for pair in pairs],
     )
 
 

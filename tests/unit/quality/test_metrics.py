@@ -72,6 +72,15 @@ def test_the_top_token() -> None:
     assert not metrics.same_top(logs(0.4, 0.5), logs(0.6, 0.3))
 
 
+def test_a_near_tie_of_full_prefill_is_no_change() -> None:
+    near, clear, blend = logs(0.38, 0.40, 0.22), logs(0.30, 0.40, 0.30), logs(0.5, 0.4, 0.1)
+    assert not metrics.same_top(near, blend)
+    assert metrics.same_top(near, blend, metrics.TIE)
+    assert not metrics.same_top(clear, blend, metrics.TIE)
+    assert not metrics.same_top(near, logs(0.1, 0.2, 0.7), metrics.TIE), "a third token"
+    assert not metrics.same_top({1: -0.1, 2: -3.0}, {8: -0.1, 9: -3.0}, metrics.TIE), "not among its tokens"
+
+
 def test_percentiles_are_measured_values() -> None:
     values = [float(value) for value in range(1, 101)]
     assert metrics.percentile(values, 0.99) == 99

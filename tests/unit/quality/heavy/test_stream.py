@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -189,6 +190,8 @@ def test_distributions_are_compared_where_both_have_them() -> None:
     assert (found.changed, found.positions) == (pytest.approx(1 / 3), 3)
     assert found.kl > 1
     assert compare_steps([same] * 4, [same] * 4, 2).positions == 2
+    tie, other_way = {4: math.log(0.39), 5: math.log(0.4)}, {4: math.log(0.4), 5: math.log(0.39)}
+    assert compare_steps([tie], [other_way], 1).changed == 0, "a near tie"
 
 
 @pytest.mark.parametrize(
