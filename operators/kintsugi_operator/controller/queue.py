@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 KEYS_MAX = 10_000
 BACKOFF_S_MIN, BACKOFF_S_MAX = 2.0, 120.0
 SETTLE_S = 0.2
-"""Delay after an event: events come in bursts, and one look handles a whole burst."""
+"""Delay after an event: events come in bursts, and one call handles a whole burst."""
 
 
 class ObjectKey(NamedTuple):
@@ -39,7 +39,7 @@ class WorkQueue:
     def __init__(
         self, look: Callable[[ObjectKey], Awaitable[float | None]], clock: Callable[[], float]
     ) -> None:
-        """`look` returns the seconds until the next look, or None for no further look."""
+        """`look` returns the seconds until its next call, or None if it need not be called again."""
         self._look = look
         self._clock = clock
         self._due: dict[ObjectKey, float] = {}
@@ -52,7 +52,7 @@ class WorkQueue:
         return len(self._due)
 
     def add(self, key: ObjectKey, in_s: float = SETTLE_S) -> None:
-        """Schedule a look at `key` within `in_s` seconds."""
+        """Schedule a call of `look` for `key` within `in_s` seconds."""
         if key in self._busy:
             self._again.add(key)
             return

@@ -197,7 +197,7 @@ def _complete(phase: str, job: JobView, refusal: Refusal | None) -> Condition:
 
 
 def figures_in(log: str) -> Mapping[str, Any]:
-    """The last report in a job's log, which also has lines of Ray; empty if there is none."""
+    """The last report in a job's log, which also contains Ray's lines; empty if there is no report."""
     decoder = json.JSONDecoder()
     start = log.rfind("\n{")
     while start >= 0 or log.startswith("{"):

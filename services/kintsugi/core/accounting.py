@@ -18,7 +18,7 @@ _LABEL = re.compile(r"[A-Za-z_]+")
 WEIGHTS_CHANGED = "weights_changed"
 """Reason why nothing is blended or saved after a worker has found that its weights changed."""
 NO_CHUNK = "no_chunk_cached"
-"""Reason of a prefill: the store holds none of the prompt's chunks, and none will be saved of itself."""
+"""Reason of a prefill: the store holds none of the prompt's chunks, and none will be saved automatically."""
 NOT_SAVED_YET = "not_saved_yet"
 """Reason of a prefill where passages are discovered: they are saved when, or because, they recur."""
 CACHE_RESET = "cache_reset"

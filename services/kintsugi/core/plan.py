@@ -127,7 +127,9 @@ class Selection:
         if any(layer < 0 for layer in self.query_layers) or list(self.query_layers) != sorted(
             set(self.query_layers)
         ):
-            raise InvalidField("query_layers", f"{list(self.query_layers)} must ascend from 0 or above")
+            raise InvalidField(
+                "query_layers", f"{list(self.query_layers)} must be ascending and not negative"
+            )
 
 
 def make_trial(selection: Selection) -> Trial:

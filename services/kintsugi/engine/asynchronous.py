@@ -245,7 +245,7 @@ class AsyncEngine(EngineBackend):
         self._spec = spec
         self._load = LoadMeter()
         self.watched = WatchedClient(parts.client, self._load)
-        """The client of requests that are measured."""
+        """The client whose load and answers are measured."""
         self._gate = parts.gate
         self._declined = parts.unsupported
         self._submitted = 0

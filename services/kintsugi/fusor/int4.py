@@ -37,7 +37,7 @@ ZERO_MIN, ZERO_MAX = -127, 112
 """Range of a zero point: numbers and zero points add in a signed byte."""
 VALUE_MAX = 7
 VALUE_ZERO = -8
-"""What is added to a stored number of V."""
+"""Offset that is added to each stored number of V."""
 
 
 class Packed(NamedTuple):

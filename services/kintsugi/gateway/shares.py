@@ -23,7 +23,7 @@ from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.namespaces import NO_LIMITS, NO_RULES, NamespaceLimits, NamespaceRules
 
 BURST_S = 2.0
-"""A namespace that was idle may use the amount of this time at once."""
+"""A namespace that was idle may use its allowance for this many seconds at once."""
 ACCOUNTS_MAX = 4096
 """Number of namespaces beyond which idle ones are forgotten."""
 QUEUED_MAX = 4096

@@ -60,7 +60,7 @@ STREAM_TYPE = "text/event-stream"
 _DIED = "the engine has died; send the request again"
 _UNREADABLE = "vLLM could not make an answer from the generated text; see the engine's log"
 _SERVER_ERROR = HTTPStatus.INTERNAL_SERVER_ERROR
-_NO_ITEM = "is neither a message (role and content) nor a tool's call or output as OpenAI has them"
+_NO_ITEM = "is neither a message (role and content) nor a tool call or tool output in OpenAI's format"
 
 
 class OpenAIAnswer:

@@ -58,7 +58,7 @@ class _Tls:
         return context
 
     def _on_hello(self, connection: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
-        """Use the present files for a handshake. Called whether or not the client names a server."""
+        """Load the current certificate files for a handshake. Called with or without a server name."""
         connection.context = self._watched.current()
 
 

@@ -144,7 +144,7 @@ class TextIndex:
         """Texts by their first window, each list sorted."""
         self._starts = _WindowFilter()
         self._last_windows: dict[int, int] = {}
-        """Last windows of the texts in lists longer than `ALIKE_TRIED_MAX`, with the number of such texts."""
+        """For lists in `_alike` longer than `ALIKE_TRIED_MAX`: number of texts by their last window."""
         self._ends = _WindowFilter()
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ PARQUET_EXPANSION_MAX = 1_000
 """Maximum number of characters per byte of a file, not counting one document: a kilobyte of Parquet can
 expand to a billion rows."""
 ROW_CHARS = 100
-"""Characters that each row counts in addition to its text."""
+"""Characters that each row is charged against the limit, in addition to its text."""
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _CHARSET = re.compile(rb"""charset=["']?([A-Za-z0-9_.:-]+)""")
 _WEB_CHARSETS = frozenset(

@@ -92,7 +92,7 @@ def _chunker(model: str, config: ChunkingConfig) -> Chunker:
 
 
 def scan(pieces: Sequence[FileRange], task: ChunkTask) -> Iterator[list[Scanned]]:
-    """Yield blocks of documents in no particular order; each document of the pieces appears once.
+    """Yield blocks of documents in no particular order, with each document of `pieces` once.
 
     Ray must be running. Raises `Unavailable` if a task fails.
     """

@@ -111,8 +111,8 @@ class AuditLog:
                 log.error("a line of the audit log %s was lost (%s); free some disk space", self._name, error)
 
     def _count(self, entry: AuditEntry) -> int | None:
-        """Return how many like requests share the line of this one; None: this one shares the line of a later
-        request."""
+        """Return how many earlier requests of the same kind the entry's line stands for; None if the entry
+        gets no line, because a later one will count it."""
         if entry.caller and not entry.error:
             return 0
         kind = (entry.caller, entry.method, entry.result) if entry.caller else ("",)

@@ -239,7 +239,7 @@ def test_bodies_that_are_no_json_object(raw: bytes, message: str) -> None:
         (b'{"x": ["a", "\\ud800"]}', "x[1]", "half of a surrogate pair at character 0"),
         (b'{"kintsugi": {"\\uDC00": 1}}', "kintsugi", "half of a surrogate pair"),
         (b'{"x": "\xed\xa0\x80"}', "body", "'utf-8' codec"),
-        (b'{"x": NaN}', "body", "NaN is no JSON number"),
+        (b'{"x": NaN}', "body", "NaN is not a JSON number"),
     ],
 )
 def test_half_a_surrogate_pair_is_no_text(raw: bytes, field: str, problem: str) -> None:

@@ -51,7 +51,7 @@ _PANIC = "PanicException"
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(?:/[\x21-\x7e]*)?")
 _NO_BUCKET = "<Code>NoSuchBucket</Code>"
 _STATUS = re.compile(r"status code: \d{3}[A-Za-z' -]*|request failed for key [^:]*")
-"""The text before a message that the bucket has written."""
+"""The text that precedes the bucket's own message in an error."""
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
@@ -156,7 +156,7 @@ class S3Bucket:
         self.breaker.trip()
 
     def close(self) -> None:
-        """Make no more calls. Running calls are not interrupted."""
+        """Reject further calls. Running calls are not interrupted."""
         self._closed = True
 
     @contextmanager
