@@ -8,6 +8,7 @@ plus the computing of the last layer. The engine's own overhead is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,10 @@ HOT_SHARE = 0.1
 """Share of the corpus that RAM holds."""
 COST = 0.2
 """Share of a full prefill's token-layers that a blend computes, as `kintsugi calibrate` reports it."""
+LOAD = 0.6
+"""Share of their time that engines, gateways and links are busy at the peak. Above it, queues grow fast."""
+GATEWAY_CPU_S = 0.005
+"""CPU time of a gateway, which uses one core, for a request with known texts (`benchmarks/gateway.py`)."""
 CPU_KV_CACHE_GIB = 2
 """Default size of an engine's KV cache on a CPU. vLLM would otherwise take most of the machine's memory."""
 RAY_NODE_GIB = 0.75
@@ -218,6 +223,44 @@ class CodecSize:
     """For the whole corpus, in tiers that are filled to `SLAB_FILL_MAX`."""
     prompt_bytes: int
     """Loaded for one prompt."""
+
+
+@dataclass(frozen=True)
+class FleetSize:
+    """The processes that answer a rate of requests, with busy parts at `LOAD`."""
+
+    engines: int
+    """For prefill alone."""
+    gateways: int
+    shards: int
+    ram_bytes_per_shard: int
+    ssd_bytes_per_shard: int
+    engine_link_bytes_per_s: float
+    """Mean that each engine loads."""
+    shard_link_bytes_per_s: float
+    """Mean that each shard sends."""
+
+
+def fleet_size(
+    size: CodecSize, work: SizingWorkload, requests_per_s: float, full_s: float, bytes_per_s: float
+) -> FleetSize:
+    """Return the fleet for requests that all hit. ``full_s``: seconds of one full prefill; ``bytes_per_s``:
+    of each shard's and each engine's link. Raises `InvalidField`."""
+    if not 0 < requests_per_s < math.inf:
+        raise InvalidField("requests_per_s", f"{requests_per_s} is not positive")
+    sent = requests_per_s * size.prompt_bytes
+    links = sent / bytes_per_s / LOAD
+    engines = math.ceil(max(requests_per_s * COST * full_s / LOAD, links))
+    shards = max(math.ceil(links), work.replication)
+    return FleetSize(
+        engines=engines,
+        gateways=math.ceil(requests_per_s * GATEWAY_CPU_S / LOAD),
+        shards=shards,
+        ram_bytes_per_shard=math.ceil(size.ram_bytes / shards),
+        ssd_bytes_per_shard=math.ceil(size.ssd_bytes / shards),
+        engine_link_bytes_per_s=sent / engines,
+        shard_link_bytes_per_s=sent / shards,
+    )
 
 
 def codec_size(layout: KVLayout, codec: Codec, work: SizingWorkload) -> CodecSize:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,36 @@ def test_counts() -> None:
     assert parse_count("n", "1.5B") == parse_count("n", "1500M") == 1_500_000_000
     with pytest.raises(InvalidField):
         parse_count("n", "-4")
+
+
+def test_the_capacity_page_says_what_its_commands_print(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs/operate/capacity.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ kintsugi (.*?)\n(.*?)```", page, re.DOTALL)
+    assert [command.split()[-1] for command, _ in blocks] == ["10", "100", "1000"]
+    for command, shown in blocks:
+        done = RUNNER.invoke(app, command.replace("mistral-7b/", str(model)).split(), env={"COLUMNS": "120"})
+        assert done.exit_code == 0, done.output
+        printed = "\n".join(line.rstrip() for line in done.stdout.splitlines())
+        assert shown.strip() in printed
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+def test_a_rate_that_is_none_is_refused(model: Path, rate: str) -> None:
+    done = RUNNER.invoke(app, [*arguments(model, "25Gbit/s"), "--requests-per-s", rate])
+    assert done.exit_code != 0
+    assert "requests_per_s" in done.output
+
+
+def test_a_fleet_grows_with_the_rate_and_no_link_is_busier_than_planned(model: Path) -> None:
+    before = 0
+    for rate in (10, 100, 1000):
+        command = [*arguments(model, "100Gbit/s"), "--requests-per-s", str(rate), "--json"]
+        document = json.loads(RUNNER.invoke(app, command).stdout)
+        for row in document["codecs"]:
+            fleet = row["fleet"]
+            assert fleet["shard_link_bytes_per_s"] <= 0.6 * 100e9 / 8
+            assert fleet["engine_link_bytes_per_s"] <= 0.6 * 100e9 / 8
+            assert fleet["engines"] * 0.6 >= rate * 0.2 * document["full_prefill_s"]
+            assert fleet["ram_bytes_per_shard"] * fleet["shards"] >= row["ram_bytes"]
+        assert fleet["engines"] > before
+        before = fleet["engines"]

@@ -19,10 +19,12 @@ from kintsugi.core.layout import Codec
 from kintsugi.core.sizing import (
     COST,
     HOT_SHARE,
+    LOAD,
     ModelSize,
     SizingWorkload,
     blend_s,
     codec_size,
+    fleet_size,
     model_size,
     pace_to_hide_loading,
 )
@@ -73,9 +75,14 @@ def prefill_of(
 
 
 def rows_of(
-    model: ModelSize, work: SizingWorkload, full_s: float, bytes_per_s: float
+    model: ModelSize,
+    work: SizingWorkload,
+    full_s: float,
+    bytes_per_s: float,
+    requests_per_s: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the figures of each codec that can store the model's KV, in the order of their ids."""
+    """Return the figures of each codec that can store the model's KV, in the order of their ids; with a rate
+    of requests, also the fleet that answers it."""
     rows = []
     for codec in filter(model.layout.holds, Codec):
         size = codec_size(model.layout, codec, work)
@@ -83,6 +90,9 @@ def rows_of(
         fastest_s = blend_s(*timed, bytes_per_s)
         pace = dataclasses.asdict(pace_to_hide_loading(*timed))
         figures = {**dataclasses.asdict(size), "codec": codec.name.lower(), **pace}
+        if requests_per_s is not None:
+            fleet = fleet_size(size, work, requests_per_s, full_s, bytes_per_s)
+            figures["fleet"] = dataclasses.asdict(fleet)
         rows.append({**figures, "blend_s": fastest_s, "pays": fastest_s < full_s})
     return rows
 
@@ -101,8 +111,12 @@ def size(
     tflops: Annotated[
         float, typer.Option(help="Peak TFLOP/s of an engine's devices. Ignored if a rate is given.")
     ] = 989.0,
+    requests_per_s: Annotated[
+        float | None, typer.Option(help="Peak rate of requests; adds the fleet that answers them.")
+    ] = None,
 ) -> None:
-    """Compute the RAM and SSD that a corpus needs, and the network speed above which blending pays."""
+    """Compute the RAM and SSD that a corpus needs, the network speed above which blending pays, and the pods
+    that a rate of requests needs."""
     work = SizingWorkload(parse_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication)
     bytes_per_s = parse_speed(bandwidth)
     prepare_model(screen, model)
@@ -118,11 +132,22 @@ def size(
         "bandwidth_bytes_per_s": bytes_per_s,
         "full_prefill_s": full_s,
         "full_prefill_source": source,
-        "codecs": rows_of(shape, work, full_s, bytes_per_s),
+        "requests_per_s": requests_per_s,
+        "codecs": rows_of(shape, work, full_s, bytes_per_s, requests_per_s),
     }
     screen.show(document, lambda console: render(console, document))
 
 
+FLEET_HEADINGS = (
+    "codec",
+    "engines",
+    "gateways",
+    "shards",
+    "RAM/shard",
+    "SSD/shard",
+    "in/engine",
+    "out/shard",
+)
 HEADINGS = ("codec", "B/token", "corpus", "RAM", "SSD", "pays", "hides", "ms", "wins")
 
 
@@ -147,6 +172,28 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
         f"prefill takes {document['full_prefill_s'] * 1e3:,.0f} ms ({document['full_prefill_source']}); a "
         f"blend computes {COST:g} of it. RAM holds {HOT_SHARE:.0%} of the corpus, SSD all of it; bytes are "
         f"sums over all shards, with each chunk on {document['replication']}. Times are lower bounds.",
+        style="dim",
+    )
+    if document["requests_per_s"] is not None:
+        render_fleet(console, document)
+
+
+def render_fleet(console: Console, document: Mapping[str, Any]) -> None:
+    """Print what answers the rate of requests, for each codec with which a blend is faster."""
+    table = make_figures_table(FLEET_HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in document["codecs"]:
+        if row["pays"]:
+            fleet = row["fleet"]
+            table.add_row(
+                row["codec"],
+                *(str(fleet[name]) for name in ("engines", "gateways", "shards")),
+                *(format_bytes(fleet[f"{tier}_bytes_per_shard"]) for tier in ("ram", "ssd")),
+                *(_gbits(fleet[f"{part}_link_bytes_per_s"]) for part in ("engine", "shard")),
+            )
+    console.print(table)
+    console.print(
+        f"For {document['requests_per_s']:g} requests/s that all hit, with engines, gateways and links busy "
+        f"{LOAD:.0%} of the time. in, out: mean Gbit/s. Engines for prefill alone: add those for decoding.",
         style="dim",
     )
 
