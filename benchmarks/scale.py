@@ -8,10 +8,10 @@ the client's code. Requests draw Zipf chunks. No network and no gRPC headers are
 
 - `directory_bytes_per_watcher_s`, `…_worst_minute`: shard maps that each shard, gateway and engine is sent;
 - `directory_cores`: CPU of reading, comparing and encoding maps and of heartbeats, without gRPC's and Ray's;
-- `erasure_calls_per_shard_s`, `erasure_bytes_per_shard_s`: gateways, engines and other shards ask every shard
-  once a period for erasures; bytes of the messages alone;
+- `erasure_calls_per_shard_s`, `erasure_bytes_per_shard_s`: gateways and engines ask two shards each, and
+  other shards a few, once a period for erasures; bytes of the messages alone, without erasures;
 - `traffic_per_shard_s`: both together;
-- `cursor_bytes`: the place of a client in the erasures of all shards. It never leaves the client;
+- `cursor_bytes`: the place of a client in the erasures of the shards that it follows;
 - `placement_us_per_key`: CPU to name a chunk's owners;
 - `ttft_added_ms_p99`: of placement and of the slowest shard that is asked, a queue with one server each. A
   request does not wait longer than `LOOKUP_S_MAX` for a shard that is asked more than it can answer;
@@ -41,10 +41,10 @@ from kintsugi.core.deploy import RAMP_S
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.erasing import FOLLOW_PERIOD_S
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.serving.catching_up import PERIOD_S
+from kintsugi.serving.catching_up import ASKED_AT_ONCE, PERIOD_S
 from kintsugi.serving.directory import HEARTBEAT_S, WATCH_POLL_S, DirectoryService, Membership, pause_after
 from kintsugi.store.client.directory import ShardAddress, ShardMap
-from kintsugi.store.client.erasures import write_cursor
+from kintsugi.store.client.erasures import FOLLOWED_SHARDS, write_cursor
 from kintsugi.store.client.grpc_store import GrpcStore
 
 SHARDS, GATEWAYS, ENGINES, REPLICAS = 1000, 200, 1000, 2
@@ -141,8 +141,9 @@ class Fleet:
 
 
 def follow_erasures(ids: list[str]) -> list[Figure]:
-    """What it costs that all clients ask all shards for erasures."""
-    calls_per_s = (GATEWAYS + ENGINES) / FOLLOW_PERIOD_S + (len(ids) - 1) / PERIOD_S
+    """What it costs a shard that clients and other shards ask for erasures."""
+    asked_per_s = (GATEWAYS + ENGINES) * FOLLOWED_SHARDS / FOLLOW_PERIOD_S / len(ids)
+    calls_per_s = asked_per_s + ASKED_AT_ONCE / PERIOD_S
     asked = pb.ListErasuresRequest(after=1_000_000, shard_id=ids[0]).ByteSize()
     told = pb.ListErasuresResponse(shard_id=ids[0], next=1_000_000).ByteSize()
     return [
@@ -150,7 +151,7 @@ def follow_erasures(ids: list[str]) -> list[Figure]:
         Figure(
             "erasure_bytes_per_shard_s", calls_per_s * (asked + told), "B/s", detail=f"{asked} + {told} bytes"
         ),
-        Figure("cursor_bytes", len(write_cursor(dict.fromkeys(ids, 1_000_000))), "B"),
+        Figure("cursor_bytes", len(write_cursor(dict.fromkeys(ids[:FOLLOWED_SHARDS], 1_000_000))), "B"),
     ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from kintsugi.gateway.chunks import Saver
 from kintsugi.gateway.erasing import Eraser
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.threaded_store import ThreadedStore
-from kintsugi.store.client.erasures import read_cursor, write_cursor
-from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasurePage
+from kintsugi.store.client.erasures import follow
+from kintsugi.store.protocol.interface import ErasedPlace, ErasurePage, ErasureRange
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S, SaveTimes
 from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
@@ -89,13 +89,17 @@ class Shards:
 
     def erasures(self, cursor: str) -> ErasurePage:
         """As `ShardedStore.erasures`."""
-        seen, found = read_cursor(cursor), dict[Erasure, None]()
-        for shard in self.up.values():
-            after = seen.get(shard.shard_id, 0) if cursor else shard.erasures.newest
-            page = shard.erasures.after(after, 1000, learned=False)
-            seen[shard.shard_id] = page.next
-            found |= dict.fromkeys(page.erasures)
-        return ErasurePage(list(found), write_cursor(seen))
+        shards = {shard.shard_id: shard for shard in self.up.values()}
+
+        def ask(after: Mapping[str, int | None]) -> list[ErasureRange]:
+            pages = []
+            for name, number in after.items():
+                erasures = shards[name].erasures
+                page = erasures.after(erasures.newest if number is None else number, 1000)
+                pages.append(replace(page, shard_id=name))
+            return pages
+
+        return follow(cursor, list(shards), ask)
 
     def destroy_keys(self, namespace: str) -> list[ErasedPlace]:
         return []
@@ -148,7 +152,7 @@ def _put(shard: Shard, manifest: Any, frames: Sequence[bytes], options: PutOptio
 def _catch_up(shard: Shard, other: Shard) -> None:
     seen = shard.erasures.seen_of(other.shard_id)
     other.erasures.acknowledge(shard.shard_id, seen)
-    found = other.erasures.after(seen, 1000, learned=True)
+    found = other.erasures.after(seen, 1000)
     if found.next != seen:
         shard.apply_erasures(other.shard_id, found)
 
@@ -290,8 +294,7 @@ class Simulation:
     async def _follow(self) -> None:
         number = self._chance.randrange(len(self._followed))
         await self._gateways.follow(number)
-        # A shard that learned of an erasure from one that is away leaves telling gateways to that one.
-        self._followed[number] |= len(self._shards.up) == SHARDS
+        self._followed[number] = True
 
     async def _restart(self) -> None:
         """A shard goes, or the one that is away returns."""

@@ -1,12 +1,14 @@
 """Applies the erasures that a shard missed, as the other shards recorded them, before clients read from it.
 
-The shard asks every other shard in the map when it starts, when it returns to the map, and every `PERIOD_S`,
-because a shard may be in the map and still have missed an erasure.
+The shard asks every other shard in the map when it starts and when it returns to the map. Every `PERIOD_S` it
+asks some of them, all in turn, because a shard may be in the map and still have missed an erasure. An erasure
+that only some shards have recorded thus reaches all of them in a few periods.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from contextlib import closing
 
@@ -20,6 +22,8 @@ from kintsugi.store.shard.workers.keeper import Turns
 log = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
+ASKED_AT_ONCE = 8
+"""Maximum number of shards that are asked in a period."""
 
 
 class CatchingUp(Turns):
@@ -31,26 +35,36 @@ class CatchingUp(Turns):
         self._directory = directory
         self._options = options
         self._asking = threading.Lock()
+        self._to_ask: list[ShardAddress] = []
+        """Shards that this round has yet to ask, in random order."""
 
     def start(self) -> None:
-        """Request the erasures now, then every `PERIOD_S`."""
+        """Request the erasures of all shards now, then of some every `PERIOD_S`."""
         self.ask_all()
         super().start()
 
     def turn(self) -> None:
-        self.ask_all()
+        with self._asking:
+            if not self._to_ask:
+                self._to_ask = self._find_others()
+                random.shuffle(self._to_ask)
+            asked, self._to_ask = self._to_ask[:ASKED_AT_ONCE], self._to_ask[ASKED_AT_ONCE:]
+            for address in asked:
+                self._ask(address)
 
     def ask_all(self) -> None:
         """Apply the erasures that other shards recorded. Shards that do not answer are called again later."""
         with self._asking:
-            try:
-                shards = self._directory.current().shards
-            except KintsugiError as error:
-                log.warning("the other shards' erasures cannot be requested: %s", error)
-                return
-            for address in shards:
-                if address.shard_id != self._shard.shard_id:
-                    self._ask(address)
+            for address in self._find_others():
+                self._ask(address)
+
+    def _find_others(self) -> list[ShardAddress]:
+        try:
+            shards = self._directory.current().shards
+        except KintsugiError as error:
+            log.warning("the other shards' erasures cannot be requested: %s", error)
+            return []
+        return [one for one in shards if one.shard_id != self._shard.shard_id]
 
     def _ask(self, address: ShardAddress) -> None:
         peer = address.shard_id
@@ -58,7 +72,7 @@ class CatchingUp(Turns):
             with closing(GrpcStore(address.address, self._options)) as store:
                 while True:
                     seen = self._shard.erasures.seen_of(peer)
-                    found = store.list_erasures(peer, seen, learned=True, asked_by=self._shard.shard_id)
+                    found = store.list_erasures(peer, seen, asked_by=self._shard.shard_id)
                     if found.shard_id != peer or found.next == seen:
                         return
                     self._shard.apply_erasures(peer, found)

@@ -273,7 +273,7 @@ def test_a_shard_that_can_no_longer_follow_erasures_fails_visibly(monkeypatch: p
     with closing(open_shard(ShardSpec(MIB))) as shard:
         following = CatchingUp(shard, FixedDirectory(ShardMap(1, ())))
         following.start()
-        monkeypatch.setattr(following, "ask_all", lambda: 1 / 0)
+        monkeypatch.setattr(following, "_find_others", lambda: 1 / 0)
         assert eventually(lambda: isinstance(shard.failure, ZeroDivisionError))
         following.close()
 

@@ -195,7 +195,7 @@ def find_erasures(store_url: str | None, shard_folders: Sequence[Path], since_s:
 
 def _read_log(folder: Path) -> Sequence[Erasure]:
     with closing(Erasures(folder)) as log:
-        return log.after(0, max(1, len(log)), learned=True).erasures
+        return log.after(0, max(1, len(log))).erasures
 
 
 def _ask_shards(url: str) -> Iterator[Erasure]:
@@ -209,7 +209,7 @@ def _ask_shards(url: str) -> Iterator[Erasure]:
     for address in addresses:
         with closing(GrpcStore(address, options)) as store:
             seen, shard_id = -1, ""
-            while seen != (page := store.list_erasures(shard_id, max(seen, 0), learned=True)).next:
+            while seen != (page := store.list_erasures(shard_id, max(seen, 0))).next:
                 yield from page.erasures
                 seen, shard_id = page.next, page.shard_id
 

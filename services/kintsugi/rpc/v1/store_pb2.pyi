@@ -837,15 +837,12 @@ class ListErasuresRequest(google.protobuf.message.Message):
 
     AFTER_FIELD_NUMBER: builtins.int
     SHARD_ID_FIELD_NUMBER: builtins.int
-    LEARNED_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
     ASKED_BY_FIELD_NUMBER: builtins.int
     after: builtins.int
     """Erasures with higher numbers are listed. Absent: none, only `next` is answered."""
     shard_id: builtins.str
     """The shard that `after` is of; any other one answers from its first erasure on."""
-    learned: builtins.bool
-    """List those as well that the shard has learned from another shard."""
     limit: builtins.int
     asked_by: builtins.str
     """The shard that asks, which has applied all erasures up to `after`. Empty: a client asks."""
@@ -854,12 +851,11 @@ class ListErasuresRequest(google.protobuf.message.Message):
         *,
         after: builtins.int | None = ...,
         shard_id: builtins.str = ...,
-        learned: builtins.bool = ...,
         limit: builtins.int = ...,
         asked_by: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_after", b"_after", "after", b"after"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_after", b"_after", "after", b"after", "asked_by", b"asked_by", "learned", b"learned", "limit", b"limit", "shard_id", b"shard_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_after", b"_after", "after", b"after", "asked_by", b"asked_by", "limit", b"limit", "shard_id", b"shard_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_after", b"_after"]) -> typing.Literal["after"] | None: ...
 
 global___ListErasuresRequest = ListErasuresRequest

@@ -251,8 +251,8 @@ class ChunkStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListErasures(self, request, context):
-        """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
-        them.
+        """The erasures that this shard has recorded, or learned from other shards, in order: caches follow them, and
+        shards that were away apply them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -130,8 +130,8 @@ class ChunkStoreStub:
         kintsugi.rpc.v1.store_pb2.ListErasuresRequest,
         kintsugi.rpc.v1.store_pb2.ListErasuresResponse,
     ]
-    """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
-    them.
+    """The erasures that this shard has recorded, or learned from other shards, in order: caches follow them, and
+    shards that were away apply them.
     """
 
 class ChunkStoreAsyncStub:
@@ -237,8 +237,8 @@ class ChunkStoreAsyncStub:
         kintsugi.rpc.v1.store_pb2.ListErasuresRequest,
         kintsugi.rpc.v1.store_pb2.ListErasuresResponse,
     ]
-    """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
-    them.
+    """The erasures that this shard has recorded, or learned from other shards, in order: caches follow them, and
+    shards that were away apply them.
     """
 
 class ChunkStoreServicer(metaclass=abc.ABCMeta):
@@ -382,8 +382,8 @@ class ChunkStoreServicer(metaclass=abc.ABCMeta):
         request: kintsugi.rpc.v1.store_pb2.ListErasuresRequest,
         context: _ServicerContext,
     ) -> typing.Union[kintsugi.rpc.v1.store_pb2.ListErasuresResponse, collections.abc.Awaitable[kintsugi.rpc.v1.store_pb2.ListErasuresResponse]]:
-        """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
-        them.
+        """The erasures that this shard has recorded, or learned from other shards, in order: caches follow them, and
+        shards that were away apply them.
         """
 
 def add_ChunkStoreServicer_to_server(servicer: ChunkStoreServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

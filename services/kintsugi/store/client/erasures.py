@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.namespaces import check_namespace_pattern
 from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasureMark, ErasureRange
+from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasureMark, ErasurePage, ErasureRange
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
+
+FOLLOWED_SHARDS = 2
+"""Number of shards that a client asks for erasures. Each has, or learns from others, all of the store's."""
 
 
 def erasures_of_wire(answer: pb.ListErasuresResponse) -> ErasureRange:
@@ -62,6 +66,39 @@ def join_places(places: Iterable[ErasedPlace]) -> list[ErasedPlace]:
             max(before.gone_at_s, place.gone_at_s),
         )
     return list(joined.values())
+
+
+def follow(
+    cursor: str,
+    shard_ids: Sequence[str],
+    ask: Callable[[Mapping[str, int | None]], Iterable[ErasureRange]],
+) -> ErasurePage:
+    """Return the next page of a store's erasures, from the shards that the cursor names.
+
+    ``ask`` calls shards with the number after which each is to list its erasures (None: only its newest
+    number), and returns the answers of those that answer. In place of a shard that left or does not answer,
+    another one is followed from its newest erasure on, if a shard of the cursor has nothing more to tell
+    after that; otherwise from its first erasure on. Raises `Unavailable` if no shard answers, `InvalidField`
+    for an invalid cursor."""
+    seen = read_cursor(cursor)
+    known = {one: seen[one] for one in shard_ids if one in seen}
+    others = [one for one in shard_ids if one not in known]
+
+    def draw(count: int) -> list[str]:
+        return random.sample(others, max(0, min(count, len(others))))
+
+    # First: what is recorded between both calls is then listed by a shard of the cursor.
+    joined = list(ask(dict.fromkeys(draw(FOLLOWED_SHARDS - len(known)))))
+    parts = list(ask(known))
+    if cursor and not parts:
+        joined = []
+        parts = list(ask(dict.fromkeys(draw(FOLLOWED_SHARDS), 0)))
+    if not (parts or joined):
+        raise Unavailable("no shard answers; see which shards answer: kintsugi status --url URL")
+    erasures = list(dict.fromkeys(erasure for part in parts for erasure in part.erasures))
+    if all(part.erasures for part in parts) and cursor:
+        joined = []
+    return ErasurePage(erasures, write_cursor({part.shard_id: part.next for part in (*parts, *joined)}))
 
 
 def read_cursor(cursor: str) -> dict[str, int]:

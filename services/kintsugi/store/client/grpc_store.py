@@ -468,14 +468,11 @@ class GrpcStore(ChunkStore):
         found = self.list_erasures(shard_id, after)
         return ErasurePage(found.erasures, write_cursor({found.shard_id: found.next}))
 
-    def list_erasures(
-        self, shard_id: str, after: int | None, learned: bool = False, asked_by: str = ""
-    ) -> ErasureRange:
+    def list_erasures(self, shard_id: str, after: int | None, asked_by: str = "") -> ErasureRange:
         """Return the erasures after number `after`, which the shard with id `shard_id` returned; all erasures
-        if the shard has another id; only the latest number if `after` is None. With `learned`, erasures that
-        the shard learned from other shards are included. `asked_by` is the id of the calling shard, which has
-        applied all erasures up to `after`."""
-        request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned, asked_by=asked_by)
+        if the shard has another id; only the latest number if `after` is None. `asked_by` is the id of the
+        calling shard, which has applied all erasures up to `after`."""
+        request = pb.ListErasuresRequest(after=after, shard_id=shard_id, asked_by=asked_by)
         answer = self.call("ListErasures", request, pb.ListErasuresResponse)
         try:
             return erasures_of_wire(answer)

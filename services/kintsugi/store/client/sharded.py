@@ -29,7 +29,7 @@ from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
-from kintsugi.store.client.erasures import read_cursor, write_cursor
+from kintsugi.store.client.erasures import follow
 from kintsugi.store.client.grpc_store import (
     SHARD_FAILURES,
     GrpcStore,
@@ -47,6 +47,7 @@ from kintsugi.store.protocol.interface import (
     ChunkStore,
     ErasedPlace,
     ErasurePage,
+    ErasureRange,
     Found,
     LayerFrame,
     PinLease,
@@ -337,18 +338,14 @@ class ShardedStore(ChunkStore):
         return self._options.destroy_keys(namespace)
 
     def erasures(self, cursor: str) -> ErasurePage:
-        """A shard that joined after the cursor was returned answers from its first erasure on. The cursor
-        keeps the place of a shard that does not answer."""
-        shards = self.shard_map().shards
-        seen = read_cursor(cursor)
-        after = {shard: seen.get(shard.shard_id, 0) if cursor else None for shard in shards}
-        asked = {shard: (shard.shard_id, number) for shard, number in after.items()}
-        answers = self._ask_parts(asked, lambda store, part: store.list_erasures(*part))
-        parts = [answer for answer in answers if answer is not None]
-        if not parts:
-            raise Unavailable(f"no shard answers; {_SEE_SHARDS}")
-        erasures = {erasure: None for part in parts for erasure in part.erasures}
-        return ErasurePage(list(erasures), write_cursor({**seen, **{p.shard_id: p.next for p in parts}}))
+        shards = {shard.shard_id: shard for shard in self.shard_map().shards}
+
+        def ask(after: Mapping[str, int | None]) -> builtins.list[ErasureRange]:
+            parts = {shards[shard_id]: (shard_id, number) for shard_id, number in after.items()}
+            answers = self._ask_parts(parts, lambda store, part: store.list_erasures(*part))
+            return [answer for answer in answers if answer is not None]
+
+        return follow(cursor, list(shards), ask)
 
     def list(
         self, namespace: str, limit: int = 1000, after: ChunkKey | None = None

@@ -150,9 +150,8 @@ AWAY_S_MAX = 30 * 86_400.0
 _MAP_BYTES = 1 << 30
 MERGED_AT_ONCE = 1 / 8
 """Share of `ERASURES_MAX` that is merged at a time."""
-_VALUE = struct.Struct("<dQ?")
-"""Time of the request, number, and whether the erasure was learned from another shard. The pattern follows,
-unless it includes every namespace."""
+_VALUE = struct.Struct("<dQx")
+"""Time of the request, number, and an unused byte. The pattern follows unless it is every namespace's."""
 _MARK = struct.Struct("<Qd")
 """A number, and Unix seconds."""
 _MERGED, _PEER, _TIER = b"\0merged\0", b"\0peer\0", b"\0tier\0"
@@ -165,7 +164,6 @@ _Name = tuple[str, ChunkKey | None]
 class _Record:
     at_s: float
     number: int
-    learned: bool
     within: str
 
 
@@ -249,7 +247,7 @@ class Erasures:
                     changes.update(dict.fromkeys((namespace, one) for one in held))
                 at_s = _asked_s(erasure.at_s, before_s, learned)
                 latest_s = max(latest_s, at_s)
-                changes[namespace, key] = _Record(at_s, number, learned, erasure.within)
+                changes[namespace, key] = _Record(at_s, number, erasure.within)
             applied = dict.fromkeys(tiers, ErasureMark(number, self._clock()))
             self._change(changes, {_TIER: applied}, number)
         return latest_s
@@ -379,9 +377,8 @@ class Erasures:
         with self._lock:
             return self._tiers.get(tier, ErasureMark()).number
 
-    def after(self, number: int, limit: int, learned: bool) -> ErasureRange:
-        """Return at most `limit` records after `number`; those learned from other shards only with
-        `learned`."""
+    def after(self, number: int, limit: int) -> ErasureRange:
+        """Return at most `limit` records after `number`, with those learned from other shards."""
         with self._lock:
             if number >= self._last:
                 return ErasureRange((), number, {})
@@ -391,7 +388,7 @@ class Erasures:
             ]
             end = numbers[-1] if len(numbers) == limit else self._last
             merged = {name: mark for name, mark in self._merged.items() if mark.number > number}
-        erasures = [Erasure(*name, one.at_s, one.within) for name, one in found if learned or not one.learned]
+        erasures = [Erasure(*name, one.at_s, one.within) for name, one in found]
         return ErasureRange(erasures, end, merged)
 
     def close(self) -> None:
@@ -426,13 +423,13 @@ def _encode_record(record: _Record | None) -> bytes | None:
     if record is None:
         return None
     within = "" if record.within == EVERY_NAMESPACE else record.within
-    return _VALUE.pack(record.at_s, record.number, record.learned) + within.encode()
+    return _VALUE.pack(record.at_s, record.number) + within.encode()
 
 
 def _decode_record(value: bytes) -> _Record:
-    at_s, number, learned = _VALUE.unpack(value[: _VALUE.size])
+    at_s, number = _VALUE.unpack(value[: _VALUE.size])
     within = value[_VALUE.size :].decode()
-    return _Record(at_s, number, learned, within or EVERY_NAMESPACE)
+    return _Record(at_s, number, within or EVERY_NAMESPACE)
 
 
 def _encode_name(name: _Name) -> bytes:

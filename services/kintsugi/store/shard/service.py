@@ -399,7 +399,7 @@ class ChunkStoreService:
         if request.asked_by:
             erasures.acknowledge(request.asked_by, after)
         limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
-        found = erasures.after(after, limit, request.learned)
+        found = erasures.after(after, limit)
         answer.next = found.next
         answer.merged.extend(
             pb.MergedErasures(pattern=pattern, number=mark.number, at_s=mark.at_s)

@@ -47,11 +47,10 @@ def test_erasures_are_listed_in_order_and_outlive_the_process(tmp_path: Path) ->
     first.note_seen("b", 7)
     first.close()
     again = Erasures(tmp_path / "erasures")
-    assert list(again.after(0, 10, learned=True).erasures) == [one(1, 1.0), one(2, 2.0), one(3, 3.0)]
-    assert list(again.after(0, 10, learned=False).erasures) == [one(1, 1.0), one(2, 2.0)]
-    page = again.after(0, 1, learned=False)
+    assert list(again.after(0, 10).erasures) == [one(1, 1.0), one(2, 2.0), one(3, 3.0)]
+    page = again.after(0, 1)
     assert (list(page.erasures), page.next) == ([one(1, 1.0)], 1)
-    assert again.after(page.next, 10, learned=False).next == again.newest == 3
+    assert again.after(page.next, 10).next == again.newest == 3
     assert (again.seen_of("b"), again.seen_of("c")) == (7, 0)
     assert (again.applied_in("tier"), again.applied_in("other")) == (2, 0)
     again.close()
@@ -61,10 +60,10 @@ def test_a_later_erasure_replaces_the_one_before_and_a_namespace_its_chunks() ->
     erasures = Erasures(None)
     erasures.record([one(1, 5.0), one(2, 5.0), one(1, 4.0, "other")])
     latest_s = erasures.record([one(1, 3.0)])
-    (_, _, newest) = erasures.after(0, 10, learned=True).erasures
+    (_, _, newest) = erasures.after(0, 10).erasures
     assert newest.at_s == latest_s > 5.0, "whoever asked has a clock that is late"
     erasures.record([Erasure("acme", None, 9.0)])
-    assert list(erasures.after(0, 10, learned=True).erasures) == [
+    assert list(erasures.after(0, 10).erasures) == [
         one(1, 4.0, "other"),
         Erasure("acme", None, 9.0),
     ]
@@ -91,7 +90,7 @@ def test_two_shards_that_tell_each_other_of_erasures_come_to_an_end() -> None:
             shard.record([one(1, at_s)])
 
     def tell(teller: Erasures, hearer: Erasures) -> bool:
-        told = teller.after(hearer.seen_of("teller"), 10, learned=True)
+        told = teller.after(hearer.seen_of("teller"), 10)
         missed = [erasure for erasure in told.erasures if not hearer.is_known(erasure)]
         hearer.record(missed, learned=True)
         hearer.note_seen("teller", told.next)
@@ -105,7 +104,7 @@ def test_an_erasure_that_is_asked_for_again_is_no_other() -> None:
     first, second = Erasures(None), Erasures(None)
     for erasures in (first, first, second):
         erasures.record([one(1, 5.0)])
-    (told,) = first.after(0, 10, learned=True).erasures
+    (told,) = first.after(0, 10).erasures
     assert second.is_known(told)
 
 
@@ -115,7 +114,7 @@ def test_an_erasure_after_its_namespaces_is_news_to_who_saw_the_first() -> None:
     for erasures in (first, second):
         erasures.record([Erasure("acme", None, 9.0)])
     first.record([one(1, 8.0)])
-    (_, told) = first.after(0, 10, learned=True).erasures
+    (_, told) = first.after(0, 10).erasures
     assert not second.is_known(told)
 
 
@@ -126,11 +125,11 @@ def test_shards_record_one_erasure_with_one_time() -> None:
     for now_s in (100.0, 100.5):
         with closing(Shard(RamTier(1 << 20), wall_clock=lambda now_s=now_s: now_s)) as shard:  # type: ignore[misc]
             shard.erase(Scope.of("acme", [chunk]), 101.0)
-            told += shard.erasures.after(0, 10, learned=False).erasures
+            told += shard.erasures.after(0, 10).erasures
     assert told == [Erasure("acme", chunk, 101.0)] * 2
     with closing(Shard(RamTier(1 << 20), wall_clock=lambda: 100.0)) as shard:
         shard.erase(Scope("acme"), 1e9)
-        (erasure,) = shard.erasures.after(0, 10, learned=False).erasures
+        (erasure,) = shard.erasures.after(0, 10).erasures
     assert erasure.at_s == 101.0, "a clock that is wrong by years hides no later erasure"
 
 
@@ -148,13 +147,13 @@ def test_a_namespace_with_many_erasures_merges_its_own(
     assert again.newest == 202
     assert again.is_known(one(1, 1.0, "other"))
     assert again.is_known(one(1, 1.0, "third"))
-    (name, mark), *others = again.after(0, 1000, learned=True).merged.items()
+    (name, mark), *others = again.after(0, 1000).merged.items()
     assert (name, others) == ("flood", [])
     assert again.cover(("flood", key(0)), 2.0), "a save that waited since then may be of an erased chunk"
     assert not again.cover(("flood", key(0)), mark.at_s + 0.5), "it was asked for later"
     assert not again.cover(("flood", key(250)), 2.0, mark.number), "its sender has missed none of them"
     assert not again.cover(("other", key(2)), 0.0)
-    assert not again.after(mark.number, 1000, learned=True).merged
+    assert not again.after(mark.number, 1000).merged
     again.close()
 
 
@@ -173,7 +172,7 @@ def test_records_are_dropped_only_when_every_shard_has_applied_them(monkeypatch:
     erasures.acknowledge("c", 16)
     erasures.record([one(1, 20.0, "last")])
     assert len(erasures) == 15
-    ((name, mark),) = erasures.after(0, 100, learned=True).merged.items()
+    ((name, mark),) = erasures.after(0, 100).merged.items()
     assert (name, mark) == ("*", ErasureMark(2, 2.0))
     assert erasures.cover(("anybody", key(9)), 2.0), "a put that waited for so long is refused"
     assert not erasures.cover(("anybody", key(9)), 2.0, 2), "another shard's copy is taken"
@@ -197,13 +196,13 @@ def test_a_flood_of_erasures_merges_only_what_its_caller_may_delete(
     assert len(erasures) <= 64
     erasures.close()
     again = Erasures(tmp_path / "erasures")
-    (pattern, mark), *others = again.after(0, 1000, learned=True).merged.items()
+    (pattern, mark), *others = again.after(0, 1000).merged.items()
     assert (pattern, others) == ("pre*", [])
     assert again.is_known(Erasure("team-b", key(1), 1.0))
     assert again.is_known(Erasure("other", None, 1.0))
     assert again.cover(("pre1", key(9)), mark.at_s)
     assert not again.cover(("team-b", key(9)), 0.5)
-    assert [one.within for one in again.after(0, 2, learned=True).erasures] == ["team-b", "*"]
+    assert [one.within for one in again.after(0, 2).erasures] == ["team-b", "*"]
     again.close()
 
 
@@ -232,7 +231,7 @@ def test_a_shard_that_missed_a_flood_gives_up_that_namespaces_older_chunks(shard
         ("other", 1.0),
         ("other", 5.0),
     ]
-    told = shard.erasures.after(0, 10, learned=True)
+    told = shard.erasures.after(0, 10)
     assert told.merged["acme"].at_s == 2.0, "it tells others, who may have missed the same"
     with pytest.raises(NotFound):
         put_chunk(shard, range(10), "acme", 1.5)
