@@ -278,6 +278,28 @@ def test_a_shard_that_can_no_longer_follow_erasures_fails_visibly(monkeypatch: p
         following.close()
 
 
+def test_a_shard_of_a_large_store_asks_a_few_others_at_a_time_and_all_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    with closing(open_shard(ShardSpec(MIB))) as shard:
+        others = tuple(ShardAddress(f"shard-{number}", "127.0.0.1:1") for number in range(20))
+        mine = ShardAddress(shard.shard_id, "127.0.0.1:1")
+        following = CatchingUp(shard, FixedDirectory(ShardMap(1, (mine, *others))))
+        monkeypatch.setattr(following, "_ask", lambda address: asked.append(address.shard_id))
+        counts = []
+        for _ in range(6):
+            following.turn()
+            counts.append(len(asked))
+        names = sorted(one.shard_id for one in others)
+        assert counts == [8, 16, 20, 28, 36, 40]
+        assert sorted(asked[:20]) == sorted(asked[20:]) == names
+        asked.clear()
+        following.ask_all()
+        assert sorted(asked) == names, "before it serves, it asks all"
+        following.close()
+
+
 def test_a_peer_that_does_not_answer_keeps_nobody_from_serving(tmp_path: Path) -> None:
     with closing(open_shard(ShardSpec(MIB))) as shard:
         gone = FixedDirectory(ShardMap(1, (ShardAddress("gone", "127.0.0.1:1"),)))
