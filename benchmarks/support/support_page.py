@@ -118,6 +118,8 @@ families and what the others lack.
 - **bfloat16**: as ratio 1, in the dtype in which models are served; the tokens are equal.
 - The other columns repeat ratio 1 beside other prompts, after cached prefixes, with prefill in steps of 64
   tokens, and on two tensor-parallel ranks.
+- vLLM computes Gated DeltaNet (Qwen3-Next, Qwen3.5) on a CPU in bfloat16 alone. There the full prefill has
+  the steps of a blend, and a blend's **any ratio** may be twice what that of this prefill is.
 - –: not run. Two ranks cannot share some models' heads, and some models have no reference implementation.
 """
 
