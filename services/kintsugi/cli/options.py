@@ -214,7 +214,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(encoding="utf-8"), OnceLoader)
     except OSError as error:
         raise NotFound(f"{path} cannot be read ({error.strerror}); name a YAML file") from error
-    except Exception as error:  # PyYAML raises also what the conversion of a value raises, such as a date's
+    except Exception as error:  # PyYAML passes on the errors of conversions, such as a date's
         raise InvalidField("config", f"{path} is not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise InvalidField("config", f"{path} must be a mapping; see docs/howto/serve.md for its keys")

@@ -128,7 +128,8 @@ class Selection:
             set(self.query_layers)
         ):
             raise InvalidField(
-                "query_layers", f"{list(self.query_layers)} must be ascending and not negative"
+                "query_layers",
+                f"{list(self.query_layers)} must be different layers in ascending order, from 0",
             )
 
 

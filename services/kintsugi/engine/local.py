@@ -57,7 +57,7 @@ IDLE_S = 0.001
 STOPS_MAX = 16
 BIASES_MAX = 1024
 _Whole = Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 63)]
-"""A 64-bit integer: the serialisation on the way to an engine's process takes no larger one."""
+"""A 64-bit integer, the largest that can be serialised on the way to an engine's process."""
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ class Job:
         self._check_failures(final=False)
         fresh = [] if self.spec.similar_contexts else recorded.fresh
         for start in range(0, len(fresh), LOOKUP_CHUNKS):
-            self._queue_missing(recorded.fresh[start : start + LOOKUP_CHUNKS])
+            self._queue_missing(fresh[start : start + LOOKUP_CHUNKS])
 
     def _note_failures(self, failures: Sequence[Failure]) -> None:
         self.progress.documents_failed += len(failures)
@@ -272,7 +272,7 @@ class Job:
                 raise InvalidField(
                     "source",
                     f"{failed} of {total} {what} failed, more than {share_max:.0%} "
-                    f"({_list_reasons(progress.failures)}); mend or remove them, or allow more with "
+                    f"({_list_reasons(progress.failures)}); fix or remove them, or allow more with "
                     "--errors-share. Stored chunks stay",
                 )
 
@@ -280,7 +280,7 @@ class Job:
         """Queue the edition's missing chunks in groups, each after the passages that are most similar to
         it."""
         if not self._dry:
-            self._delete_orphans()  # with them go chunks that were prefilled after them
+            self._delete_orphans()  # this also deletes the chunks that were prefilled after them
         with (
             tempfile.TemporaryDirectory(prefix="similar-", dir=self._ledger.folder) as folder,
             SimilarChunks(Path(folder) / "index.sqlite") as index,

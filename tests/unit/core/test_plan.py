@@ -117,6 +117,11 @@ def test_an_impossible_selection_is_refused(field: str, value: object) -> None:
     assert raised.value.field == field
 
 
+def test_repeated_query_layers_are_refused_with_what_is_valid() -> None:
+    with pytest.raises(InvalidField, match="different layers in ascending order, from 0"):
+        Selection(0.15, query_layers=(1, 1))
+
+
 def test_without_misses_chunks_and_keeps_the_rest() -> None:
     keys = [ChunkKey(bytes([i]) * 32) for i in range(2)]
     hits = tuple(

@@ -374,12 +374,11 @@ class SchedulerSide:
     def _check(self, request: Request, state: RequestState, match: Match, num_computed: int) -> None:
         """Raise `NotBlendable` if the prompt must not be blended, regardless of the engine's load."""
         if self.is_consumer:
-            raise NotBlendable("kv_consumer", "this engine takes KV over (kv_role) and blends nothing itself")
+            raise NotBlendable("kv_consumer", "this engine receives KV (kv_role) and does not blend itself")
         hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
         end = hits[-1].end if hits else 0
-        if (
-            state.job is None and not state.takes_others
-        ):  # else it was checked together with its cached chunks
+        # Otherwise it was checked together with its cached chunks.
+        if state.job is None and not state.takes_others:
             exact = exact_end(match.spans, state.space, request.all_token_ids)
             check_measured(state, hits, exact)
         if (hits and num_computed >= end) or (match.num_in_prefix and not match.spans):
@@ -439,7 +438,7 @@ class SchedulerSide:
         hits = hits_beyond(hits_of(match, request.num_tokens - 1, self.num_ranks), num_computed)
         exact = exact_end(match.spans, state.space, request.all_token_ids)
         if state.job is not None:
-            # Planned again, because cache blocks were short or after a preemption. Keep the plan: the tokens
+            # Planned again, because cache blocks ran short or after a preemption. Keep the plan: the tokens
             # generated so far depend on it, and the controller might now decide otherwise.
             return plan_again(state.job.plan, hits, state.computed_instead)
         self._lookups.check_store(state.space, TokenIds.of(request.prompt_token_ids[:1]))

@@ -3,9 +3,9 @@
 uvicorn limits neither the size nor the duration of a request's head, and httptools buffers a header until it
 is complete. A connection therefore counts the bytes that the parser has consumed without returning a head or
 a piece of a body. A connection without an authenticated caller is a *stranger*. The number of strangers is
-limited: beyond the limit, strangers that were answered without a token are closed first, then the oldest
-without a head, and strangers whose head has arrived last: their tokens are about to be read. So neither idle
-connections nor a flood of them keep callers out.
+limited. Beyond the limit, strangers that were answered without a token are closed first, then the oldest
+without a head. Strangers whose head has arrived are closed last, because their tokens are about to be read.
+So neither idle connections nor a flood of them keep callers out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Connections:
     def _find_least_wanted(self) -> BoundedConnection:
         """Return the connection to abort: the oldest stranger that was answered, or else the oldest without
         a head, or the oldest whose head has arrived. The newest stranger is aborted only if no caller's
-        connection is idle; otherwise the oldest of these is."""
+        connection is idle; otherwise the oldest idle one is."""
         asking, oldest = next(iter(self._asking), None), next(iter(self._strangers))
         if asking is not None and asking.is_answered:
             return asking

@@ -1,8 +1,8 @@
 """Loads chunks from an SSD tier or a bucket into RAM.
 
 A few threads serve all promotions in turns of a few megabytes, so a large one does not delay others' first
-layers. Layers arrive in order, and streams send each as it arrives. Cost per byte: the disk's own, straight
-into the arena. Frames from a bucket are verified before they are sent: one xxh3 pass.
+layers. Layers arrive in order, and streams send each as it arrives. Reads from disk go straight into the
+arena, without a copy. Frames from a bucket are verified before they are sent, at the cost of one xxh3 pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ READERS = 3
 """Concurrent reads: with one, an NVMe drive is idle between requests."""
 FAR_READERS = 4
 """Concurrent reads of a bucket."""
-TOLD = {"missing": "the object is gone", "damaged": "its bytes are damaged", "failed": "it cannot be read"}
+MESSAGES = {
+    "missing": "the object is gone",
+    "damaged": "its bytes are damaged",
+    "failed": "it cannot be read",
+}
 """Reasons of failed loads for readers. Engines repeat them in answers, so they name no host, path or object;
 the shard's log does."""
 
@@ -86,7 +90,7 @@ class Promoter:
             return "", False
         self.faults[fault] += 1
         log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, failure)
-        return f"{load.tier.name}: {TOLD[fault]}", load.tier.is_remote and fault == "failed"
+        return f"{load.tier.name}: {MESSAGES[fault]}", load.tier.is_remote and fault == "failed"
 
 
 def _check_frames(step: LoadStep, frames: Sequence[memoryview]) -> None:
