@@ -67,7 +67,7 @@ class OperatorMetrics:
 
     @contextmanager
     def time_look(self, key: ObjectKey) -> Iterator[None]:
-        """Measure one look at an object, and count it as failed if it raises."""
+        """Measure one reconciliation of an object, and count it as failed if it raises."""
         begun_s = time.perf_counter()
         try:
             yield

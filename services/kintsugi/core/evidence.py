@@ -69,7 +69,7 @@ class Quality(StrEnum):
     """Mean KL, capped at 0.04 nats an answer, below 0.01, and fewer than 1 answer in 8 beyond the cap or with
     more than a quarter of its tokens changed. Exact match within 3 points."""
     OFF = "off"
-    """Nothing is tested: blends as configured. Answers may be wrong without notice."""
+    """Nothing is tested, and blends run as configured. Answers may be wrong without notice."""
 
     @property
     def loss_max(self) -> float:

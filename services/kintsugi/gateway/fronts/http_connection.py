@@ -53,8 +53,8 @@ class Connections:
 
     def _find_least_wanted(self) -> BoundedConnection:
         """Return the connection to abort: the oldest stranger that was answered, or else the oldest without
-        a head, or the oldest whose head has arrived. The newest stranger is aborted only if no caller's
-        connection is idle; otherwise the oldest idle one is."""
+        a head, or the oldest whose head has arrived. The newest stranger is aborted only if no
+        caller's connection is idle; otherwise the oldest idle connection of a caller is."""
         asking, oldest = next(iter(self._asking), None), next(iter(self._strangers))
         if asking is not None and asking.is_answered:
             return asking
