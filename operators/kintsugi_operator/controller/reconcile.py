@@ -83,12 +83,12 @@ Problem = InvalidField | Refused
 S = TypeVar("S", BlendServiceStatus, CorpusPrecomputeStatus)
 
 SOON_S = 10.0
-"""Seconds until the next look while a change is in progress."""
+"""Seconds until the next call while a change is in progress."""
 LATER_S = 60.0
-"""Seconds until the next call while no change is in progress. Watches report changes at once; this look
+"""Seconds until the next call while no change is in progress. Watches report changes at once; this call
 handles changes that only time causes, such as a schedule."""
 CONTESTED_S = 30.0
-"""Seconds until the next look at a service that another operator owns."""
+"""Seconds until the next call for a service that another operator owns."""
 UNENFORCEABLE_MAX = 10_000
 STORE_ROLES = ("shard", "head")
 

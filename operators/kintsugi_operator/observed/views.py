@@ -100,7 +100,7 @@ class StorePod:
     is_ready: bool
     is_leaving: bool = False
     image: StoreImage | None = None
-    """What a shard was made with; None for a head."""
+    """Image and Ray version that a shard was made with; None for a head."""
     may_recover: bool = False
     """Whether it may hold chunks although it is not ready (`observed.protection`)."""
 

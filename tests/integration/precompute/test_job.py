@@ -453,7 +453,7 @@ def test_what_cannot_be_listed_is_counted_and_what_it_held_stays(bench: Bench) -
     second = bench.run(source=str(folder), errors_share_max=1.0)
     assert (second.documents_failed, second.documents_vanished) == (2, 1)
     assert {failure.reason for failure in second.failures} == {
-        "is a link to nothing",
+        "is a broken link",
         "is neither a file nor a link to one",
     }
     assert bench.stored() < set(bench.prefilled)

@@ -201,7 +201,7 @@ def _follow_link(system: Any, path: str, listing: Listing) -> Iterator[tuple[str
     try:
         info = system.info(path)
     except OSError:
-        listing.refuse(system.unstrip_protocol(path), "is a link to nothing", _format_of(path))
+        listing.refuse(system.unstrip_protocol(path), "is a broken link", _format_of(path))
         return
     if info["type"] != "directory":
         yield path, info

@@ -276,11 +276,11 @@ def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> No
     assert [piece.name for piece in listing.pieces] == ["a.txt"]
     at = f"file://{tmp_path}/link"
     assert listing.unlisted == {
-        f"{at}/gone.txt": "is a link to nothing",
+        f"{at}/gone.txt": "is a broken link",
         f"{at}/pipe.txt": "is neither a file nor a link to one",
     }
     assert listing.left_out == {
-        f"{at}/other.bin": "is a link to nothing",
+        f"{at}/other.bin": "is a broken link",
         f"{at}/socket": "is neither a file nor a link to one",
     }
 
