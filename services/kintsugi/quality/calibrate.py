@@ -17,7 +17,6 @@ import blake3
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.evidence import Quality
-from kintsugi.core.plan import Selection
 from kintsugi.core.report import FILE, Cell, Report, Standing, describe_selection
 from kintsugi.core.spaces import token_bytes
 from kintsugi.discovery.token_classes import TokenClasses
@@ -35,12 +34,14 @@ from kintsugi.quality.measure import (
 )
 from kintsugi.quality.questions import Question, make_passage_questions, make_segment_questions
 from kintsugi.quality.reports import ReportKeeper
-from kintsugi.quality.stream import is_hopeless
+from kintsugi.quality.stream import is_hopeless, list_undecided
 
 ANSWER_TOKENS_MIN = 32
 """Minimum number of tokens of full prefill's answer that are compared, unless it ends earlier."""
 BATCH = 16
 """Prompts that are measured together."""
+TRIED_TOGETHER = 2
+"""Configurations that each of them is measured with."""
 FORM_PROMPTS = 32
 PROMPTS_MIN = 40
 """Minimum number of questions: fewer cannot pass anything."""
@@ -135,14 +136,17 @@ def calibrate(
     check_answers(form, bench, order[:FORM_PROMPTS])
     has_answers = any(case.question.answers for case in bench.cases)
     for start in range(0, len(order), BATCH):
-        some = [index for index in order[start : start + BATCH] if _next(keeper, cells[index], quality)]
+        tried = {
+            cell: list_undecided(keeper.report, cell, FILE, quality, TRIED_TOGETHER) for cell in set(cells)
+        }
+        some = [index for index in order[start : start + BATCH] if tried[cells[index]]]
         if minutes is not None and clock_s() - started_s > 60 * minutes:
             break
         if not some:
             continue
         bench.store_chunks(some)
         for selection in keeper.report.ladder:
-            asking = [index for index in some if selection in _undecided(keeper, cells[index], quality)]
+            asking = [index for index in some if selection in tried[cells[index]]]
             if not asking:
                 continue
             done = f"{start + len(some)} of at most {len(order)} prompts"
@@ -158,20 +162,6 @@ def calibrate(
 def _found(report: Report, cell: Cell, quality: Quality) -> CalibratedCell:
     standing = report.standing(cell, FILE, quality)
     return CalibratedCell(cell, standing, standing.next is None or is_hopeless(standing.tally, quality))
-
-
-def _next(keeper: ReportKeeper, cell: Cell, quality: Quality) -> Selection | None:
-    found = _found(keeper.report, cell, quality)
-    return None if found.is_over else found.standing.next
-
-
-def _undecided(keeper: ReportKeeper, cell: Cell, quality: Quality) -> Sequence[Selection]:
-    """Return the next configuration to test in a cell, and the one after it."""
-    selection, ladder = _next(keeper, cell, quality), keeper.report.ladder
-    if selection is None:
-        return ()
-    place = ladder.index(selection)
-    return ladder[place : place + 2]
 
 
 def _describe_passed(keeper: ReportKeeper, cells: Sequence[Cell], quality: Quality) -> str:

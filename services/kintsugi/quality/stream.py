@@ -54,7 +54,7 @@ from kintsugi.core.gate import CLOSED, LEARNING, UNMEASURED, GateState
 from kintsugi.core.held import ITEM_BYTES, Held
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.plan import Selection, make_trial
-from kintsugi.core.report import Allowance, Cell, Closing, ServedBlend, source_of
+from kintsugi.core.report import Allowance, Cell, Closing, Report, ServedBlend, source_of
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
 from kintsugi.engine.auditing import StoredCopy
 from kintsugi.engine.local import Generation, Prompt
@@ -215,15 +215,21 @@ def is_hopeless(tally: Tally, quality: Quality) -> bool:
 def choose_trials(state: GateState, cell: Cell, source: str, most: int | None = None) -> list[Selection]:
     """Return the configurations to measure for a source in a cell, from the safest to the cheapest of those
     that have not passed; None after one that is beyond the limit."""
-    report = state.report
-    if report is None:
+    if state.report is None:
         return []
     allowed = state.allowance(cell, source)
-    standing = report.standing(cell, source, state.quality)
-    passed = max(len(standing.passed), 0 if allowed is None else len(allowed.selections))
+    passed = 0 if allowed is None else len(allowed.selections)
+    return list_undecided(state.report, cell, source, state.quality, most, passed)
+
+
+def list_undecided(
+    report: Report, cell: Cell, source: str, quality: Quality, most: int | None = None, passed: int = 0
+) -> list[Selection]:
+    """Return the same by the source's own evidence, which need not show again that ``passed`` have passed."""
+    passed = max(passed, len(report.standing(cell, source, quality).passed))
     found: list[Selection] = []
     for selection in report.ladder[passed:]:
-        if len(found) == most or is_hopeless(report.tally(cell, source, selection), state.quality):
+        if len(found) == most or is_hopeless(report.tally(cell, source, selection), quality):
             break
         found.append(selection)
     return found
