@@ -32,7 +32,7 @@ from kintsugi.quality.measure import (
     measure_selection,
     tokenize_questions,
 )
-from kintsugi.quality.questions import Question, make_passage_questions, make_segment_questions
+from kintsugi.quality.questions import INSTRUCTION, Question, make_passage_questions, shape_segments
 from kintsugi.quality.reports import ReportKeeper
 from kintsugi.quality.stream import is_hopeless, list_undecided
 
@@ -54,6 +54,8 @@ PASSAGE_PROMPTS = 400
 """Maximum number of prompts that are made of the bundled passages."""
 PASSAGE_TOKENS = 192
 """Tokens of each bundled passage in a prompt."""
+PASSAGE_COUNT = (4,)
+"""Number of bundled passages in a prompt."""
 QUESTION_TOKENS = 128
 """Tokens of a prompt that are reserved for instruction, question, the form's foot and the answer."""
 MINUTES = 10.0
@@ -78,11 +80,11 @@ def prepare_bench(
     if given:
         questions = list(given)
     elif segments:
-        room = engine.max_model_len - len(form.head) - QUESTION_TOKENS
-        questions = make_segment_questions(count_tokens, room, PASSAGE_PROMPTS, seed=0)
+        shapes = shape_segments(engine.max_model_len - len(form.head) - QUESTION_TOKENS)
+        questions = make_passage_questions(count_tokens, shapes, PASSAGE_PROMPTS, 0, (INSTRUCTION,))
     else:
         tokens = min(PASSAGE_TOKENS, engine.max_model_len // 6)
-        questions = make_passage_questions(count_tokens, tokens, PASSAGE_PROMPTS, seed=0)
+        questions = make_passage_questions(count_tokens, {tokens: PASSAGE_COUNT}, PASSAGE_PROMPTS, 0)
     classes = TokenClasses.of_tokenizer(form.tokenizer) if segments else None
     max_tokens = max(ANSWER_TOKENS_MIN, answer_tokens(questions, form.tokenizer))
     cases, warnings = tokenize_questions(questions, form, engine.max_model_len, max_tokens, classes)

@@ -19,7 +19,7 @@ import random
 import re
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ ROUGE_DATASETS = frozenset({"gov_report", "qmsum", "multi_news", "vcsum", "samsu
 """LongBench data sets whose answers are summaries. They are scored by Rouge-L, the other English ones by
 F1."""
 
-PASSAGE_CHUNKS = 4
 SEGMENT_LENGTHS = (80, 160, 360, 720)
 """Tokens of each bundled passage in a prompt that is cut into segments. The shortest segment has 64 tokens,
 and evidence about 80 tokens covers it. Passages of up to 384 tokens stay whole; passages of 720 become two or
@@ -201,57 +200,40 @@ def _answers(record: dict[str, Any]) -> tuple[str, ...]:
 
 
 def make_passage_questions(
-    count_tokens: Callable[[str], int], chunk_tokens: int, count: int, seed: int
+    count_tokens: Callable[[str], int],
+    shapes: Mapping[int, Sequence[int]],
+    count: int,
+    seed: int,
+    head: tuple[str, ...] = (),
 ) -> list[Question]:
     """Make questions about the bundled passages, for users without questions. They have no answers.
 
-    Each has `PASSAGE_CHUNKS` passages in random order, each cut to about `chunk_tokens`.
-    """
-    texts = [passage.text for passage in read_bundled_passages()]
-    words_max = max(8, chunk_tokens * len(texts[0].split()) // max(1, count_tokens(texts[0])))
-    cut = [" ".join(text.split()[:words_max]) + "\n" for text in texts]
-    picks = random.Random(seed)
-    return [
-        Question(
-            tuple(picks.sample(cut, PASSAGE_CHUNKS)),
-            picks.choice(BUNDLED_QUESTIONS),
-            (),
-            "passages",
-            bare=True,
-        )
-        for _ in range(count)
-    ]
-
-
-def make_segment_questions(
-    count_tokens: Callable[[str], int], room: int, count: int, seed: int
-) -> list[Question]:
-    """Make questions about the bundled passages, for prompts with various numbers of segments.
-
-    Each question has one passage or more, up to ``room`` tokens, after `INSTRUCTION`. All passages of a
-    question are cut to one of `SEGMENT_LENGTHS`, so that the mean length of a prompt's chunks varies too.
-    Raises `InvalidField` if no passage fits.
+    ``shapes``: numbers of passages by the tokens that each is cut to. Every question has one of these
+    lengths and numbers at random, after ``head``.
     """
     texts = [passage.text.split() for passage in read_bundled_passages()]
-    passages = {
-        tokens: [_cut_words(words, tokens, count_tokens) for words in texts]
-        for tokens in SEGMENT_LENGTHS
-        if tokens <= room
-    }
-    if not passages:
+    passages = {tokens: [_cut_words(words, tokens, count_tokens) for words in texts] for tokens in shapes}
+    picks = random.Random(seed)
+    questions = []
+    for _ in range(count):
+        tokens = picks.choice(list(shapes))
+        chunks = (*head, *picks.sample(passages[tokens], picks.choice(shapes[tokens])))
+        questions.append(Question(chunks, picks.choice(BUNDLED_QUESTIONS), (), "passages", bare=True))
+    return questions
+
+
+def shape_segments(room: int) -> dict[int, range]:
+    """Return ``shapes`` of prompts with up to ``room`` tokens of passages that are cut into segments, so that
+    the mean length of a prompt's chunks varies, too. Raises `InvalidField` if no passage fits."""
+    most = len(read_bundled_passages())
+    shapes = {one: range(1, min(most, room // one) + 1) for one in SEGMENT_LENGTHS if one <= room}
+    if not shapes:
         raise InvalidField(
             "segments",
             f"a prompt has room for {max(0, room)} tokens of passages, but a segment needs "
             f"{SEGMENT_LENGTHS[0]}; raise --engine max_model_len, or calibrate without segments",
         )
-    picks = random.Random(seed)
-    questions = []
-    for _ in range(count):
-        tokens = picks.choice(list(passages))
-        number = picks.randint(1, min(len(texts), room // tokens))
-        chunks = (INSTRUCTION, *picks.sample(passages[tokens], number))
-        questions.append(Question(chunks, picks.choice(BUNDLED_QUESTIONS), (), "passages", bare=True))
-    return questions
+    return shapes
 
 
 def _cut_words(words: Sequence[str], tokens: int, count_tokens: Callable[[str], int]) -> str:

@@ -17,7 +17,7 @@ from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import BATCH, CalibratedCell, calibrate, identify_evidence, prepare_bench
 from kintsugi.quality.measure import Bench
-from kintsugi.quality.questions import INSTRUCTION, make_passage_questions, make_segment_questions
+from kintsugi.quality.questions import INSTRUCTION, Question, make_passage_questions, shape_segments
 from kintsugi.quality.reports import ReportKeeper
 from kintsugi.store.client.ram import RamStore
 from tests.fakes.chat_templates import CHATML, tokenizer_with
@@ -184,22 +184,26 @@ def test_a_form_that_full_prefill_cannot_answer_is_refused_with_an_example() -> 
 def test_too_few_prompts_are_refused() -> None:
     form = PromptForm.of(tokenizer_with(CHATML))
     engine: Any = SimpleNamespace(max_model_len=4096)
-    few = make_passage_questions(lambda text: len(text), 600, 39, seed=3)
+    few = make_passage_questions(len, {600: (4,)}, 39, seed=3)
     with pytest.raises(InvalidField, match="39 fit the model, but a calibration needs 40"):
         prepare_bench(engine, form, few)
 
 
 def test_bundled_passages_make_questions_without_answers() -> None:
-    questions = make_passage_questions(lambda text: len(text), 600, 20, seed=3)
+    questions = make_passage_questions(len, {600: (4,)}, 20, seed=3)
     assert len(questions) == 20
     assert len({question.chunks for question in questions}) > 15
     assert all(len(question.chunks) == 4 and not question.answers for question in questions)
     assert all(len(chunk) < 900 for question in questions for chunk in question.chunks)
-    assert questions == make_passage_questions(lambda text: len(text), 600, 20, seed=3)
+    assert questions == make_passage_questions(len, {600: (4,)}, 20, seed=3)
 
 
 def test_questions_for_segments_vary_in_number_and_length() -> None:
-    questions = make_segment_questions(lambda text: len(text.split()), 3000, 400, seed=3)
+    def make() -> list[Question]:
+        shapes = shape_segments(3000)
+        return make_passage_questions(lambda text: len(text.split()), shapes, 400, 3, (INSTRUCTION,))
+
+    questions = make()
     assert {question.chunks[0] for question in questions} == {INSTRUCTION}
     words = [{len(chunk.split()) for chunk in question.chunks[1:]} for question in questions]
     assert {max(sizes) for sizes in words} >= {80, 160, 360}
@@ -207,12 +211,12 @@ def test_questions_for_segments_vary_in_number_and_length() -> None:
     assert {len(question.chunks) - 1 for question in questions} == set(range(1, 10))
     assert all(sum(map(len, map(str.split, question.chunks[1:]))) <= 3000 for question in questions)
     assert all(chunk.endswith("\n\n") for question in questions for chunk in question.chunks)
-    assert questions == make_segment_questions(lambda text: len(text.split()), 3000, 400, seed=3)
+    assert questions == make()
 
 
 def test_a_model_without_room_for_a_segment_is_refused() -> None:
     with pytest.raises(InvalidField, match=r"segments: a prompt has room for 79 tokens .* max_model_len"):
-        make_segment_questions(lambda text: len(text.split()), 79, 400, seed=0)
+        shape_segments(79)
 
 
 def test_bundled_passages_are_prompts_of_whole_passages_or_of_segments() -> None:
