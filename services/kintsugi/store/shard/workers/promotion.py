@@ -25,11 +25,7 @@ READERS = 3
 """Concurrent reads: with one, an NVMe drive is idle between requests."""
 FAR_READERS = 4
 """Concurrent reads of a bucket."""
-MESSAGES = {
-    "missing": "the object is gone",
-    "damaged": "its bytes are damaged",
-    "failed": "it cannot be read",
-}
+FAULTS = {"missing": "the object is gone", "damaged": "its bytes are damaged", "failed": "it cannot be read"}
 """Reasons of failed loads for readers. Engines repeat them in answers, so they name no host, path or object;
 the shard's log does."""
 
@@ -90,7 +86,7 @@ class Promoter:
             return "", False
         self.faults[fault] += 1
         log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, failure)
-        return f"{load.tier.name}: {MESSAGES[fault]}", load.tier.is_remote and fault == "failed"
+        return f"{load.tier.name}: {FAULTS[fault]}", load.tier.is_remote and fault == "failed"
 
 
 def _check_frames(step: LoadStep, frames: Sequence[memoryview]) -> None:
