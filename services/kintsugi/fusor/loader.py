@@ -199,8 +199,10 @@ class LayerLoader:
                     filling = self._begin(layer, share)
                     if filling is None:
                         return
-                    self._fill(layer, filling, indices, frames)
+                    is_whole = self._fill(layer, filling, indices, frames)
                     self._end(layer, filling)
+                    if not is_whole:
+                        return  # whoever ends this layer says which chunks were lost
         finally:
             close = getattr(frames, "close", None)
             if close is not None:
@@ -240,9 +242,10 @@ class LayerLoader:
     def _is_over(self) -> bool:
         return self._closed or self._failure is not None
 
-    def _fill(self, layer: int, filling: _Filling, indices: range, frames: Frames) -> None:
+    def _fill(self, layer: int, filling: _Filling, indices: range, frames: Frames) -> bool:
         """Read this share's frames of a layer, to the end even if some are lost: chunks are often lost
-        together, and a pass restarts only once."""
+        together, and a pass restarts only once. Returns False if some are lost: the stream has none of their
+        later frames."""
         num_bytes, lost = 0, {}
         missing = set(range(len(indices)))
         while missing:
@@ -266,6 +269,7 @@ class LayerLoader:
         with self._changed:
             filling.num_bytes += num_bytes
             filling.lost |= lost
+        return not lost
 
     def _end(self, layer: int, filling: _Filling) -> None:
         """Note that a share is complete; the last one finishes the layer."""

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 
 import pytest
 import torch
@@ -340,7 +341,7 @@ def shared_loader(chunks: Chunks, frames: Callable[[int, int], LayerFrame | Chun
     """A loader whose thread i streams `frames(i, layer)`."""
 
     def open_frames(share: slice) -> Frames:
-        return (frames(share.start, layer) for layer in range(LAYERS))
+        return map(frames, repeat(share.start), range(LAYERS))
 
     placements = [chunks.placement(chunk, 10 * chunk) for chunk in range(len(chunks.manifests))]
     rotary = [rotary_of(layer) for layer in range(LAYERS)]
@@ -390,6 +391,29 @@ def test_what_several_threads_lose_in_a_layer_is_named_together() -> None:
     assert caught.value.keys == {chunks.manifests[0].key, chunks.manifests[2].key}
     loader.close()
     assert not any(thread.is_alive() for thread in loader._threads)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_thread_that_has_lost_its_only_chunk_waits_for_the_others_to_name_it() -> None:
+    """Its stream ends with the chunk, and that is no reason to give the other chunks up."""
+    chunks, gate = Chunks([3, 4, 5]), Gate()
+
+    def frames(chunk: int, layer: int) -> LayerFrame | ChunkLost:
+        if chunk == 1 and layer:
+            raise StopIteration
+        if chunk == 2:
+            gate(layer)
+        return ChunkLost(0, layer, "absent") if chunk == 1 else frame_of(chunks, chunk, layer)
+
+    loader = shared_loader(chunks, frames)
+    loader._threads[1].join(TIMEOUT_S)
+    assert not loader._threads[1].is_alive()
+    gate.event(0).set()
+    with pytest.raises(LoadFailed) as caught:
+        loader.take(0, TIMEOUT_S)
+    assert caught.value.keys == {chunks.manifests[1].key}
+    gate.event(1).set()
+    loader.close()
 
 
 def test_chunks_lost_in_one_layer_are_named_together() -> None:
