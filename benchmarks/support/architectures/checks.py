@@ -261,7 +261,7 @@ def _check_any_ratio(subject: _Subject, engine: LocalEngine, plain: Generation) 
 class _HybridReference:
     """The tests' oracle, which knows recurrent layers, as a `Reference`."""
 
-    def __init__(self, folder: Path, **overrides: object) -> None:
+    def __init__(self, folder: Path, **overrides: Any) -> None:
         from tests.oracle import Oracle
 
         self._oracle = Oracle(folder, **overrides)
