@@ -143,9 +143,7 @@ endif
 # Tests that start no engine. They take about as long as the others, which run beside them.
 PARTS := tests/unit benchmarks/tests tests/simulation tests/e2e/kubernetes \
 	$(addprefix tests/integration/,cli operator store)
-# On the engine that runs by default on a GPU, in a process that pretends to have one (tests/fakes/posed_gpu.py).
 ENGINE_TESTS := tests/integration/engine
-POSED_TESTS := $(patsubst %,$(ENGINE_TESTS)/test_%.py,contract blend prefix_cache failures preemption queue composed)
 
 test: setup tools
 	@$(MAKE) --no-print-directory --jobs=2 test-parts test-engines
@@ -155,6 +153,7 @@ test-parts:
 
 test-engines:
 	$(BIN)/python -u -m pytest -m "not full" tests $(PARTS:%=--ignore=%)
+	# The engine that runs by default on a GPU, in a process that pretends to have one.
 	KINTSUGI_POSED=1 $(BIN)/python -u -m pytest $(ENGINE_TESTS)/test_contract.py
 
 # Folders whose tests need neither torch nor vLLM nor Ray, apart from those in `heavy`. The readers of files
@@ -168,7 +167,7 @@ test-core: $(CORE_VENV)/.installed
 test-full: setup tools
 	$(BIN)/python -u -m pytest -m full
 	PYTHONPATH=tests/fakes/absent $(BIN)/python -u -m pytest -m full -k "qwen3.5" $(ENGINE_TESTS)/test_hybrids.py
-	KINTSUGI_POSED=1 $(BIN)/python -u -m pytest $(POSED_TESTS)
+	$(BIN)/python benchmarks/posed.py
 
 check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/ruff format --check .

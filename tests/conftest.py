@@ -167,25 +167,6 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the shares of cases that pass on a posed engine, and of works beside other features of vLLM."""
-    if not os.environ.get("KINTSUGI_POSED"):
-        return
-    reports = [
-        (report, outcome)
-        for outcome in ("passed", "failed", "error")
-        for report in terminalreporter.stats.get(outcome, ())
-    ]
-    composed: dict[str, bool] = {}
-    for report, outcome in reports:
-        for name, value in report.user_properties:
-            if name == "composed":
-                composed[value] = composed.get(value, True) and outcome == "passed"
-    passed = len(terminalreporter.stats.get("passed", ()))
-    terminalreporter.write_line(f"posed_engine_cases {passed} of {len(reports)}")
-    terminalreporter.write_line(f"composed {sum(composed.values())} of {len(composed)}")
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path, evidence = os.environ.get(SUPPORT_JSON), session.config.stash[EVIDENCE]
     if not path:

@@ -33,6 +33,7 @@ _SERVICE = (*_BLEND, *_STORE, "gateway", "serving", "sdk", "precompute", "qualit
 DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "ttft": (*_BLEND, *_RAM_STORE),
     "queueing": (*_BLEND, *_RAM_STORE),
+    "posed": (*_BLEND, *_RAM_STORE),
     "gpu": (*_BLEND, *_RAM_STORE),
     "loading": (*_BLEND, *_STORE, "quality"),
     "architectures": (*_BLEND, *_STORE),

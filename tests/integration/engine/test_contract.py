@@ -136,3 +136,27 @@ def test_blends_and_plain_prompts_share_steps(engine: LocalEngine, chunks: list[
     for before, together in zip(alone, engine.generate(asked), strict=True):
         assert together.token_ids == before.token_ids
         assert max_dlogprob(before, together) <= EXACT
+
+
+@pytest.mark.engine("tiny-llama chunked")
+def test_prompts_are_prefilled_in_parts_beside_a_blend(
+    engine_slot: EngineSlot, chunks: list[list[int]]
+) -> None:
+    """A step takes 64 tokens, of a prompt as of a pass: decodes, parts of a prefill and slices alternate."""
+    engine = engine_slot.get("tiny-llama", max_num_batched_tokens=64, max_num_seqs=8)
+    assert all(saved.is_saved for saved in engine.save(PREFIX, chunks, NAMESPACE))
+    prompt, plain = rag(*chunks), random_tokens(200, 33)
+    asked = [
+        Prompt(plain, None, 8, top_logprobs=5, ignore_eos=True),
+        Prompt(prompt.token_ids, prompt.params(1.0), 8, top_logprobs=5, ignore_eos=True),
+        Prompt(prompt.token_ids, prompt.params(0.15), 8, top_logprobs=5, ignore_eos=True),
+    ]
+    full = ask_cold(engine, prompt.token_ids)
+    alone = [ask_cold(engine, each.token_ids, each.params) for each in asked]
+    assert [(each.accounting or {}).get("outcome") for each in alone] == [None, "blended", "blended"]
+    assert alone[1].token_ids == full.token_ids
+    assert max_dlogprob(full, alone[1]) <= EXACT
+    engine.reset_prefix_cache()
+    for before, together in zip(alone, engine.generate(asked), strict=True):
+        assert together.token_ids == before.token_ids
+        assert max_dlogprob(before, together) <= EXACT

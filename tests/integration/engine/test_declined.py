@@ -79,6 +79,22 @@ def test_an_engine_with_adapters_blends_nothing(
     supports("every", "LoRA", "declined")
 
 
+@pytest.mark.composed("n-gram speculation")
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*reflected list:Warning")  # of vLLM's proposer
+def test_beside_n_gram_speculation_nothing_is_blended(engine_slot: EngineSlot, supports: Supports) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    engine = engine_slot.get("tiny-llama", speculative_config=speculation)
+    chunks = chunks_of(50, 70, seed=29)
+    for save in engine.save(PREFIX, chunks, NAMESPACE):
+        assert reason_of(save).startswith("speculative_decoding: ")
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids)
+    declined = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
+    assert reason_of(declined).startswith("speculative_decoding: ")
+    assert declined.token_ids == full.token_ids
+    supports("every", "speculative decoding", "declined")
+
+
 DECLINES = {
     "hunyuan": "rope: layer 0 has keys that depend on more than their position",
     "gpt2": "learned_positions: the model has learned embeddings of absolute positions",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,11 +53,15 @@ def engine(engine_slot: EngineSlot, chunks: list[list[int]]) -> LocalEngine:
 Frames = Iterator[LayerFrame | ChunkLost]
 
 
-@pytest.fixture
-def stream_through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, Frames], Frames]], None]:
-    """Put a filter between the store and the engine: called with the number of streams before."""
+Through = Callable[[int, Sequence[ChunkKey], Frames], Frames]
 
-    def install(through: Callable[[int, Frames], Frames]) -> None:
+
+@pytest.fixture
+def stream_through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Through], None]:
+    """Put a filter between the store and the engine: called with the number of streams before, and the keys
+    of this one. On a GPU each of a loader's threads has a stream, with a share of the chunks."""
+
+    def install(through: Through) -> None:
         store, opened = ram_store(SHAPE), []
         original = RamStore.stream
 
@@ -69,20 +74,25 @@ def stream_through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, 
             deadline_s: float,
         ) -> Frames:
             opened.append(1)
-            return through(len(opened) - 1, original(self, namespace, keys, layers, heads, deadline_s))
+            return through(len(opened) - 1, keys, original(self, namespace, keys, layers, heads, deadline_s))
 
         monkeypatch.setattr(type(store), "stream", stream)
 
     return install
 
 
-def losing(chunk: int, layer: int) -> Callable[[Frames], Frames]:
-    def through(frames: Frames) -> Frames:
+def losing(layer: int, *chunks: ChunkKey) -> Through:
+    """Lose the first chunk from a layer of the first pass on, the second one in the second pass."""
+    passes: Counter[ChunkKey] = Counter()
+
+    def through(_count: int, keys: Sequence[ChunkKey], frames: Frames) -> Frames:
+        lost = {at for at, key in enumerate(keys) if chunks[passes[key] : passes[key] + 1] == (key,)}
+        passes.update(keys)
         for frame in frames:
-            if frame.chunk != chunk or frame.layer < layer:
+            if frame.chunk not in lost or frame.layer < layer:
                 yield frame
             elif frame.layer == layer:
-                yield ChunkLost(chunk, layer, "injected")
+                yield ChunkLost(frame.chunk, layer, "injected")
 
     return through
 
@@ -92,15 +102,14 @@ def test_a_chunk_lost_at_any_layer_is_computed_instead(
     engine: LocalEngine, chunks: list[list[int]], stream_through: Any, layer: int
 ) -> None:
     prompt = rag(*chunks)
-    missed = rag(chunks[0], chunks[1], chunks[2])
-    stream_through(lambda count, frames: losing(1, layer)(frames) if count == 0 else frames)
+    stream_through(losing(layer, ChunkKey.of(engine.space(NAMESPACE), chunks[1])))
     survived = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
     assert survived.accounting is not None
-    assert survived.accounting["outcome"] == "blended"
+    assert survived.accounting["outcome"] == "blended", survived.accounting
     assert survived.accounting["restarts"] == 1
     assert "injected" in survived.accounting["reason"]
-    stream_through(lambda count, frames: frames)
-    planned = missed.params(0.0)
+    stream_through(lambda _count, _keys, frames: frames)
+    planned = prompt.params(0.0)
     without = tuple(span for index, span in enumerate(planned.spans or ()) if index != 1)
     expected = ask_cold(engine, prompt.token_ids, type(planned)(NAMESPACE, spans=without, ratio=0.0))
     assert max_dlogprob(expected, survived) == 0.0
@@ -109,12 +118,13 @@ def test_a_chunk_lost_at_any_layer_is_computed_instead(
 def test_a_second_loss_hands_the_prompt_to_the_engine(
     engine: LocalEngine, chunks: list[list[int]], stream_through: Any
 ) -> None:
-    prompt = rag(*chunks)
+    prompt, space = rag(*chunks), engine.space(NAMESPACE)
     full = ask_cold(engine, prompt.token_ids)
-    stream_through(lambda count, frames: losing(count, 1)(frames))
+    stream_through(losing(1, *(ChunkKey.of(space, chunk) for chunk in chunks[:2])))
     failed = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
     assert failed.accounting is not None
     assert failed.accounting["outcome"] == "failed"
+    assert failed.accounting["restarts"] == 1, failed.accounting
     assert max_dlogprob(full, failed) <= 0.01
 
 
@@ -122,7 +132,7 @@ def test_a_second_loss_hands_the_prompt_to_the_engine(
 def test_a_store_that_fails_is_survived(
     engine: LocalEngine, chunks: list[list[int]], stream_through: Any, error: Exception
 ) -> None:
-    def failing(_count: int, frames: Frames) -> Frames:
+    def failing(_count: int, _keys: Sequence[ChunkKey], frames: Frames) -> Frames:
         yield next(frames)
         raise error
 
@@ -164,7 +174,7 @@ def test_a_store_that_hangs_in_the_middle_of_layer_3_costs_one_prompt_its_deadli
     hangs, answers_again = threading.Event(), threading.Event()
     find = RamStore.find
 
-    def hanging(count: int, frames: Frames) -> Frames:
+    def hanging(count: int, _keys: Sequence[ChunkKey], frames: Frames) -> Frames:
         for frame in frames:
             if frame.layer == 3 and (count or frame.chunk):
                 hangs.set()
@@ -195,7 +205,7 @@ def test_a_store_that_hangs_in_the_middle_of_layer_3_costs_one_prompt_its_deadli
         assert other.accounting is not None
         assert other.accounting["reason"].startswith("store_unavailable: the store failed recently")
     assert all(max_dlogprob(full, answer) <= 0.01 for answer in (first, *others))
-    stream_through(lambda _count, frames: frames)
+    stream_through(lambda _count, _keys, frames: frames)
     blended = ask_cold(engine, prompt.token_ids, prompt.params(0.2))
     assert blended.accounting is not None
     assert blended.accounting["outcome"] == "blended"
@@ -206,7 +216,7 @@ def test_requests_beside_a_stuck_store_are_served(
 ) -> None:
     opened = threading.Event()
 
-    def stuck(_count: int, frames: Frames) -> Frames:
+    def stuck(_count: int, _keys: Sequence[ChunkKey], frames: Frames) -> Frames:
         assert opened.wait(60)
         yield from frames
 
