@@ -21,7 +21,7 @@ SEGMENT_TOKENS_MIN = 256
 NAMESPACE_TOKENS_MAX = TOKENS_MAX // 2
 """Maximum number of tokens that wait for one namespace, including all its parts."""
 SHARE = 0.5
-"""Tokens that saving may compute per token of prompts."""
+"""Tokens that saves may compute per prompt token."""
 EARNED_MAX = 1 << 16
 """Maximum unspent budget in tokens. It bounds the burst of saves after a time without saves."""
 
@@ -33,7 +33,7 @@ class Recurring:
     space: ChunkSpace
     token_ids: TokenIds
     shared: str
-    """Further namespace whose chunks the request could use; empty: none."""
+    """Another namespace whose chunks the request may use; empty: none."""
     salt: str
     """Salt of the request's namespace when the segment was seen. If the present salt differs, chunks have
     been erased since then."""
@@ -48,7 +48,7 @@ class Recurring:
         return ChunkKey.of(self.space, self.token_ids)
 
     def is_alike(self, other: Recurring) -> bool:
-        """Whether both are saved after the same text and come from requests with the same rights."""
+        """Whether both are prefilled after the same text, and come from requests with the same rights."""
         return (self.space, self.shared, self.salt) == (other.space, other.shared, other.salt)
 
 

@@ -61,7 +61,7 @@ def find_segments(
 
 def cut_chunks(prompt: RagPrompt, classes: TokenClasses) -> RagPrompt:
     """Return the prompt with the segments of each chunk as its chunks. The token ids stay the same. Each
-    chunk is cut alone, as if blank lines surrounded it. Tokens of no segment are computed: before the next
+    chunk is cut alone, as if blank lines surrounded it. Tokens outside segments are computed before the next
     segment, or with the question."""
     chunks: list[PromptChunk] = []
     computed: tuple[int, ...] = ()

@@ -130,7 +130,7 @@ class Sightings:
         """Drop a sketch. Takes time linear in the number of owners: at most 0.3 ms."""
         owners = (o for o, held in self._sketches.items() if len(held) > 1 or besides not in held.values())
         owner = max(owners, key=lambda one: self._bytes[one])
-        # The first sketch was idle longest; `besides` is the last one.
+        # Sketches are ordered by last use: the first was idle longest, and `besides` is the last.
         self._take(owner, next(iter(self._sketches[owner])))
         self.num_given_up += 1
 

@@ -104,10 +104,10 @@ def _contents(classes: npt.NDArray[np.uint8], behind: npt.NDArray[np.intp]) -> n
 
 
 def _is_border(token: Any) -> bool:
-    """Whether an added token belongs to the prompt's form, not to its texts.
+    """Whether an added token marks a prompt's structure, and is not part of its text.
 
     Such tokens need not be special: DeepSeek's token before a user's message and Qwen's `<tool_response>` are
-    not. Other added tokens belong to texts: Gemma adds runs of line breaks, GPT-NeoX runs of blanks, and an
+    not. Other added tokens are text: Gemma adds runs of line breaks, GPT-NeoX runs of blanks, and an
     extended vocabulary has added words.
     """
     return bool(token.special or _MARKUP.fullmatch(token.content.strip()))

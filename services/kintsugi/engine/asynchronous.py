@@ -82,7 +82,7 @@ UNABLE = frozenset((*DeclineReason, "self_test_failed"))
 arrives or the store answers."""
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The executor's path. On CPUs vLLM changes the short name `uni` into `mp`, regardless of the binding."""
+"""The executor's path. On CPUs vLLM changes the short name `uni` into `mp`, even if threads are not bound."""
 PROBE_NAMESPACE = "kintsugi-probe"
 PROBE_TOKENS = 8
 GREEDY: Mapping[str, Any] = {"max_tokens": 1, "temperature": 0.0}
@@ -458,7 +458,7 @@ class AsyncEngine(EngineBackend):
                     output_kind=RequestOutputKind.DELTA,
                     extra_args={"kv_transfer_params": request.params.to_mapping()},
                 )
-        except (InvalidField, ValueError) as error:  # it only checks what the request asks
+        except (InvalidField, ValueError) as error:  # vLLM checks only the request's parameters
             raise InvalidField("sampling", getattr(error, "problem", str(error))) from error
 
     async def save(

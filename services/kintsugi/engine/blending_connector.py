@@ -232,7 +232,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        # For vLLM's log line. The data is kept until vLLM writes it, which a service may never do.
+        # For vLLM's log line, which a service may never write: the accountings would accumulate until then.
         return BlendStats(data={name: amount for name, amount in (data or {}).items() if name != TOLD})
 
     @classmethod

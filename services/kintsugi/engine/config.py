@@ -59,16 +59,16 @@ class EngineConfig:
     """Period at which the report is read again: the longest time until a change is noticed."""
 
     quality: Annotated[Quality, OFF_IN_YAML] = Quality.BALANCED
-    """How much a blend may lose. `strict` and `balanced`: prompts are blended only after the evidence shows a
-    smaller loss. `off`: nothing is tested, and blends use `ratio`, `selector` and `check_layer`."""
+    """How much accuracy a blend may lose. `strict`, `balanced`: prompts are blended only after the evidence
+    shows a smaller loss. `off`: nothing is tested; blends use `ratio`, `selector` and `check_layer`."""
 
     audits: bool = False
     """Accept requests that audit stored chunks (`op=audit`), and trials of configurations. Kintsugi's own
-    engines set it, because their callers cannot send such requests. In vLLM's own server any caller can, so
-    set it only with the middleware that learns there, because it refuses them."""
+    engines set it, because their callers cannot send such requests. In vLLM's own server any caller can,
+    so set it there only with the learning middleware, which refuses such requests of callers."""
 
     save_only: bool = False
-    """Save chunks and blend nothing; no report is read. For precompute's workers."""
+    """Save chunks and blend nothing; no report is read. For precompute workers."""
 
     ratio: float = 0.15
     """Recompute ratio of requests that name none: the share of the hit tokens that a blend recomputes. This
@@ -99,9 +99,10 @@ class EngineConfig:
     """Maximum time of a lookup in the store. After it, the prompt is prefilled in full."""
 
     discovery_namespace: str = ""
-    """Namespace of requests that name none, which are then discovered, too (docs/adr/0013); each `cache_salt`
-    makes a sub-namespace. Empty: such requests are left to vLLM. All callers without a namespace share the
-    discovered chunks, so set one only if they may know each other's texts."""
+    """Namespace of requests without a namespace. Their recurring passages are then discovered
+    (docs/adr/0013); each `cache_salt` makes a sub-namespace. Empty: such requests are left to vLLM. All
+    callers without a namespace share the discovered chunks, so set one only if they may know each other's
+    texts."""
 
     self_test: bool = True
     """Check at start that a blend equals the engine's own prefill. Off: a defect would go unnoticed."""

@@ -53,7 +53,7 @@ FORCING = "kintsugi.engine.forcing:TeacherForcing"
 """Value of vLLM's argument `logits_processors` for engines that accept `Prompt.forced`."""
 GENERATE_TIMEOUT_S = 900.0
 IDLE_S = 0.001
-"""A step without outputs that takes less has computed nothing; the next one begins so long after it."""
+"""A step without outputs that takes less time has computed nothing; the next step begins this much later."""
 STOPS_MAX = 16
 BIASES_MAX = 1024
 _Whole = Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 63)]
@@ -272,7 +272,7 @@ class LocalEngine:
         return int(self.llm.llm_engine.model_config.hf_text_config.num_hidden_layers)
 
     def plan_with(self, selection: Selection) -> None:
-        """Set the selection of requests that name none, of an engine that tests nothing."""
+        """Set the selection of requests without one. Has an effect only while `quality` is off."""
         self._scheduler.planner = self._scheduler.planner.with_selection(selection)
 
     @property
@@ -310,7 +310,7 @@ class LocalEngine:
         self.llm = None
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()  # the next engine of this process measures what is free
+            torch.cuda.empty_cache()  # the next engine of this process measures free memory
 
     def _ids(self, count: int) -> list[str]:
         """Return new request ids."""

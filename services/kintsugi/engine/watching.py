@@ -49,7 +49,7 @@ class LoadStats:
     waiting_tokens: int
     """Prompt tokens of waiting requests."""
     tokens_per_s: float
-    """Prompt tokens per second in which a request waited for its first token; 0: not measured yet."""
+    """Prompt tokens per second while a request waited for its first token; 0: not measured yet."""
     busy_share: float = 0.0
     """Share of the time in which a request waited for its first token, weighted over about `MEMORY_S`."""
 
@@ -253,7 +253,7 @@ class _ToldAccountings:
 
     def _take(self, ticket: str, accounting: dict[str, Any]) -> None:
         told = self._expected.get(ticket)
-        if told is not None and not told.done():  # each answer of several has the ticket
+        if told is not None and not told.done():  # several answers share one ticket
             told.set_result(accounting)
 
     async def find(self, ticket: str, is_first: bool) -> dict[str, Any] | None:
@@ -294,7 +294,7 @@ def _told_logger(take: Callable[[str, dict[str, Any]], None]) -> Any:
 
 
 def _logprobs_max(model_config: Any) -> int:
-    """Return how many logprobs a request may request; 0 if vLLM reports processed logprobs."""
+    """Return how many logprobs a request may ask for; 0 if vLLM reports processed logprobs."""
     if model_config.logprobs_mode != RAW:
         return 0
     known = int(model_config.max_logprobs)
@@ -311,7 +311,7 @@ class _Answer:
     steps: list[dict[int, float]] = field(default_factory=list)
 
     def take(self, completion: Any, kind: Any) -> None:
-        """Add the tokens of an output of vLLM, which repeats the earlier ones unless it is a delta."""
+        """Add the tokens of one of vLLM's outputs. It repeats earlier tokens unless it is a delta."""
         if kind.name != "DELTA":
             self.token_ids.clear()
             self.steps.clear()

@@ -15,8 +15,8 @@ n = 2,458 and T = 32, hence 330 GFLOP per layer and 2.6 GB instead of 82 GB. At 
 that is 0.55 ms of computing and 0.65 ms of reading (less when tiles of one head meet in the L2 cache),
 against 20 ms. `benchmarks/gpu/scattered_attention.py` measures it on a GPU.
 
-A CPU with AVX-512 has a kernel of its own for the same tiles: `fusor.kernels.native` (its cache is ordered
-for the processor).
+On a CPU with AVX-512, `fusor.kernels.native` computes the same tiles, over a cache in the order that suits
+the processor.
 """
 
 from __future__ import annotations

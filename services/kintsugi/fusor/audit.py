@@ -1,9 +1,9 @@
 """Audits compare a stored chunk with the KV that the model computes for the same tokens.
 
-Pairs compare answers, and an answer depends on few layers of few chunks, so damaged KV rarely changes
-it. The KV itself shows the damage at once. A chunk's KV depends only on its tokens and the tokens before
-them, so a second prefill gives the same KV except for two differences: the rounding of the engine's dtype,
-which varies with the batch, and the loss of the codec.
+The evidence compares answers, and an answer depends on few layers of few chunks, so damaged KV rarely
+changes it. The KV itself shows the damage at once. A chunk's KV depends only on its tokens and the tokens
+before them, so a second prefill gives the same KV except for two differences: the rounding of the engine's
+dtype, which varies with the batch, and the loss of the codec.
 """
 
 from __future__ import annotations
@@ -78,4 +78,4 @@ def find_damage(audit: ChunkAudit) -> str | None:
     if not damaged:
         return None
     error, what, layer = max(damaged)
-    return f"the {what} of layer {layer} are off by {error:.0%}, and {audit.codec} explains {tolerance:.0%}"
+    return f"the {what} of layer {layer} are off by {error:.0%}; {audit.codec} explains {tolerance:.0%}"

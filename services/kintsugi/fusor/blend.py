@@ -178,7 +178,7 @@ class BlendPass(SlicedWork):
             return 0.0
         except LoadFailed as failure:
             self._recover(failure)
-            return WAITING  # for the new loader, which has hardly begun
+            return WAITING  # the new loader has only just begun
         if cost > 0:
             self.tally.token_layers += cost
         return cost
@@ -231,7 +231,7 @@ class BlendPass(SlicedWork):
         written = 0
         if filters and selector.query_layers:
             self._attention = yield from self._ask(selector)
-            written = max(selector.query_layers)  # that layer was only projected
+            written = max(selector.query_layers)  # its last layer was only projected
         hidden = self._embed()
         began = self.tally.started_s
         for layer in range(num_layers):
@@ -431,8 +431,8 @@ class BlendPass(SlicedWork):
         """Return the squared distance between loaded and fresh K and V, fp32 `[candidates]`, summed over
         heads.
 
-        Tokens that were not loaded are compared with an arbitrary token and left out at the end: leaving them
-        out of each unit requires their number, for which the host would have to wait.
+        Tokens that were not loaded are compared with an arbitrary token and excluded at the end: to exclude
+        them from each unit, the host would have to wait for their number.
         """
         parts: list[Tensor] = []
         positions = self._active.positions

@@ -4,9 +4,9 @@ An element of K is ``scale * (number + zero)`` with a number from 0 to 15; `INT4
 channel share a scale and a zero point, because before RoPE the mean differs from channel to channel (Liu et
 al., "KIVI", 2024; Hooper et al., "KVQuant", 2024). An element of V is ``scale * number`` with a number from
 -7 to 7; `INT4_VALUE_CHANNELS` channels of a token share a scale. K decides which tokens are attended to, so
-it gets more bits for scales: on the reference model V's 4 bits cost nothing, and K's in groups of 64 tokens
-cost three times as much as in groups of 32. The first tokens of a chunk, the sinks, stay in the engine's own
-dtype in K. A frame of 512 tokens and heads of 128 takes 0.27 of its bytes.
+it gets more bits for scales: on the reference model, 4 bits for V cost no accuracy, and 4 bits for K cost
+three times as much in groups of 64 tokens as in groups of 32. K of a chunk's first tokens, the sinks, stays
+in the engine's own dtype. A frame of 512 tokens and heads of 128 takes 0.27 of the bytes of a raw frame.
 
 A head is a sequence of bytes: K without its sinks, `[tokens, width / 2]`; V `[tokens, width / 2]`; K's scales
 and then its zero points, `[groups of tokens, width]` each; V's scales `[tokens, groups of channels]`; two
@@ -15,8 +15,8 @@ that halves decode without interleaving. A scale is stored as in `fusor.scales`;
 byte.
 
 The error of an element is at most half a scale, besides the rounding of the engine's own dtype. A scale of K
-is its group's range ÷ 15, or more if the group is so far from 0 that the zero point needs it; one of V is the
-group's largest magnitude ÷ 7.
+is its group's range ÷ 15, or larger if the group is so far from 0 that the zero point would not fit in
+a byte; a scale of V is its group's largest magnitude ÷ 7.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _quantize_key(wide: Tensor, packed: Packed) -> None:
 
 
 def _cut(wide: Tensor, axis: int, size: int) -> Tensor:
-    """Cut ``axis`` of `[heads, tokens, width]` into groups, `[…, groups, size, …]`. The last element fills
-    the last group up."""
+    """Cut ``axis`` of `[heads, tokens, width]` into groups, `[…, groups, size, …]`. Copies of the
+    last element fill the last group."""
     missing = -wide.shape[axis] % size
     tokens, width = (missing, 0) if axis == 1 else (0, missing)
     full = pad(wide, (0, width, 0, tokens), mode="replicate") if missing else wide
@@ -108,10 +108,10 @@ def _join_halves(numbers: Tensor) -> Tensor:
 
 
 def dequantize(packed: Packed, sinks: int, first: int, key: Tensor, value: Tensor) -> None:
-    """Write the elements of tokens from ``first`` on into `key` and `value`, `[rows, heads, width]`, which
-    say how many. Each element is rounded once.
+    """Write the elements of tokens from ``first`` on into `key` and `value`, `[rows, heads, width]`: as
+    many tokens as these have rows. Each element is rounded once.
 
-    Three passes over bytes, and those of `scales.multiply`.
+    Cost: three passes over bytes, and those of `scales.multiply`.
     """
     heads, (rows, _, width) = len(packed.key), key.shape
     exact = packed.sinks.clone(memory_format=torch.contiguous_format).view(key.dtype)

@@ -62,7 +62,7 @@ class LoadedLayer:
     """Recorded after the copy and the rotation were queued on the loader's stream; None on a CPU."""
 
     def without_kv(self) -> LoadedLayer:
-        """Return the layer without K and V, if they are not read again."""
+        """Return the layer without K and V, to free their memory."""
         nothing = torch.empty(0)
         return replace(self, key=nothing, value=nothing)
 
@@ -202,7 +202,7 @@ class LayerLoader:
                     is_whole = self._fill(layer, filling, indices, frames)
                     self._end(layer, filling)
                     if not is_whole:
-                        return  # whoever ends this layer says which chunks were lost
+                        return  # the thread that completes this layer reports the lost chunks
         finally:
             close = getattr(frames, "close", None)
             if close is not None:
@@ -244,8 +244,8 @@ class LayerLoader:
 
     def _fill(self, layer: int, filling: _Filling, indices: range, frames: Frames) -> bool:
         """Read this share's frames of a layer, to the end even if some are lost: chunks are often lost
-        together, and a pass restarts only once. Returns False if some are lost: the stream has none of their
-        later frames."""
+        together, and a pass restarts only once. Returns False if some are lost, because the stream has no
+        later frames of lost chunks."""
         num_bytes, lost = 0, {}
         missing = set(range(len(indices)))
         while missing:

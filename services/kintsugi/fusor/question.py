@@ -59,7 +59,7 @@ class QuestionPass:
         self._stack = stack
         self._query_layers = query_layers
         self._hit_slots = stack.slots(find_places(hit_positions, left_out))
-        # Positions ascend, so each part consists of all rows after a row that the host knows.
+        # Positions ascend, so each part is a slice from some row to the end, which the host can compute.
         self._queries = slice(_row_behind(positions, begins - 1), None)
         self._weighed = slice(_row_behind(hit_positions, exact_end - 1), None)
         weighed = hit_positions[self._weighed]

@@ -37,7 +37,7 @@ class Rotary:
     """Whether element i is paired with i + rotary_dim / 2 (GPT-NeoX, Llama), not with its neighbour (GPT-J,
     interleaved)."""
     kernel: RotationKernel | None = None
-    """If it supports the keys, rotates instead of torch, with the same result."""
+    """Rotates the keys that it supports in place of torch, with the same result."""
 
     @staticmethod
     def from_table(cos_sin: Tensor, is_neox: bool, kernel: RotationKernel | None = None) -> Rotary:

@@ -66,7 +66,7 @@ class SavePass(SlicedWork):
 
     @property
     def failure(self) -> str | None:
-        """As `DecoderStack.failure`: then the frames are wrong on every rank."""
+        """As `DecoderStack.failure`. If it is set, the frames are wrong on every rank."""
         return self._stack.failure
 
     def next_unit(self) -> float:

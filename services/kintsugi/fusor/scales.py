@@ -41,12 +41,12 @@ def decode_scales(exponent: Tensor, codes: Tensor) -> Tensor:
 
 
 def multiply(narrow: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write `narrow` · `scales` into `out`, rounded once: elements of at most eight bits and scales of six
-    have a product that is exact in float32. ``narrow``: int8 or float8; ``scales``: bfloat16, of a shape that
-    spreads to that of `out`.
+    """Write `narrow` · `scales` into `out`, rounded once: the product of an element of at most eight bits and
+    a scale of six is exact in float32. ``narrow``: int8 or float8; ``scales``: bfloat16, broadcastable to
+    the shape of `out`.
 
-    A GPU converts while it reads and writes. torch's loops on a CPU are fast over one dtype only, so there
-    temporary memory of four bytes per element pays.
+    A GPU converts while it reads and writes. On a CPU, torch's loops are fast only if all
+    tensors have one dtype, so elements are converted first, into four temporary bytes each.
     """
     if out.device.type == "cpu":
         out.copy_(_to_float32(narrow).mul_(scales))
@@ -58,7 +58,7 @@ def multiply(narrow: Tensor, scales: Tensor, out: Tensor) -> None:
 def _to_float32(narrow: Tensor) -> Tensor:
     if narrow.dtype == torch.int8:
         return narrow.float()
-    # torch converts float8 on a CPU one by one, in six times the time.
+    # On a CPU, torch converts float8 elements one at a time, which takes six times as long.
     values = torch.arange(256, dtype=torch.uint8).view(narrow.dtype).float()
     indices = narrow.view(torch.uint8).int()
     return values.index_select(0, indices.flatten()).view(narrow.shape)

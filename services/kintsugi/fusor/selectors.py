@@ -123,7 +123,7 @@ class HkvdSelector(Selector):
 
 
 class GradualHkvdSelector(HkvdSelector):
-    """The paper's gradual filtering: each layer filters the previous layer's set by its own deviation."""
+    """The paper's gradual filtering: each layer filters the previous layer's set by its deviation there."""
 
     def signal_at(self, layer: int) -> Signal | None:
         return Signal.DEVIATION if layer >= self.check_layer else None
@@ -207,8 +207,9 @@ def query_layers_of(
     selection: Selection, num_layers: int, attending: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Return the selection's query layers, limited to the model's depth; by default those within
-    `QUERY_DEPTHS`. A recurrent layer has no attention: of the layers `attending` (None: all), those are taken
-    that are among the query layers, or else the one nearest to the first of them.
+    `QUERY_DEPTHS`. Recurrent layers are left out, because they have no attention: only layers of
+    `attending` (None: all) remain. If none remains, the attending layer nearest to the first query layer is
+    used.
 
     On the measured models, layers before and after these rank tokens worse (docs/adr/0006). The blend starts
     when the KV of the last query layer has been loaded.

@@ -116,8 +116,8 @@ class SlicedWork(ABC):
     def advance(self, token_layers_max: float) -> float:
         """Run units until their cost reaches `token_layers_max`, one is `WAITING`, or the work has ended.
 
-        Returns the cost spent, which exceeds the limit by at most one unit. A launched pass costs nothing
-        more.
+        Returns the cost spent, which exceeds the limit by at most one unit. Once all work is
+        launched, the cost is 0.
         """
         spent = 0.0
         if not self.is_launched:

@@ -61,7 +61,7 @@ class AttentionRule:
     """Number of positions that a token sees, including its own."""
     softcap: float | None = None
     kernel: MassKernel | None = None
-    """If it supports the tensors, sums weights instead of torch."""
+    """Sums the weights of tensors that it supports in place of torch."""
     sinks: Tensor | None = None
     """`[query heads of this rank]`: logits that take probability and contribute no value."""
     slopes: Tensor | None = None
@@ -93,7 +93,7 @@ class DecoderStack(Protocol):
 
     A layer call writes the K and V of its tokens into the cache, then lets each token attend to its own
     sequence's places up to and including its own. A recurrent layer scans these places instead; the state
-    behind the last place reaches the engine when the pass ends. A token's place is its position, unless a
+    after the last place is given to the engine when the pass ends. A token's place is its position, unless a
     batch specifies `places`.
 
     On a GPU, no call waits for the device, except `sum_over_ranks` of a tensor on the host, and `batch` if
@@ -131,8 +131,8 @@ class DecoderStack(Protocol):
 
     def with_own_cache(self, start: int, end: int) -> DecoderStack:
         """Return a stack of the same layers with its own cache of places `[0, end)` for one sequence. The
-        first `start` places hold those of sequence 0. The others are empty, and lose what is written to them
-        when the layer ends."""
+        first `start` places hold those of sequence 0. The others are empty, and what is written to them is
+        dropped when the layer ends."""
         ...
 
     def batch(
@@ -178,7 +178,7 @@ class DecoderStack(Protocol):
 
     @property
     def attending(self) -> tuple[int, ...]:
-        """Layers that attend, at which a question can be asked for its attention."""
+        """Layers with attention, at which the question's attention can be measured."""
         ...
 
     def attention_rule(self, layer: int) -> AttentionRule:

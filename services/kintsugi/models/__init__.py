@@ -1,1 +1,1 @@
-"""Models: checkpoints, hub names, models in packages, fingerprints, declines, and prompt forms."""
+"""Models: checkpoints, hub names, models in packages, fingerprints, reasons not to blend, prompt forms."""

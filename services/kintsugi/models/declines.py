@@ -30,9 +30,10 @@ class DeclineReason(StrEnum):
 PLAIN = "every prompt is prefilled in full, prefix caching works as before"
 """The consequence of every reason."""
 ADVICE: Mapping[DeclineReason, str] = {
-    DeclineReason.MLA: f"{PLAIN}; to blend, serve a model whose latents have a rotary key beside them",
+    DeclineReason.MLA: f"{PLAIN}; to blend, serve a model whose latent attention has a rotary key",
     DeclineReason.RECURRENT: (
-        f"{PLAIN}; to blend, serve a model of attention with short convolutions, Gated DeltaNet or Mamba-2"
+        f"{PLAIN}; to blend, serve a model that combines attention with short convolutions, Gated DeltaNet "
+        "or Mamba-2"
     ),
     DeclineReason.INDEXED: f"{PLAIN}; to blend, serve a model that attends to every token",
     DeclineReason.ATTENTION: f"{PLAIN}; to blend, serve a model with plain causal attention",
@@ -44,10 +45,10 @@ ADVICE: Mapping[DeclineReason, str] = {
     ),
     DeclineReason.LEARNED_POSITIONS: f"{PLAIN}; to blend, serve a model with rotary positions or none",
     DeclineReason.LAYER_CALLS: f"{PLAIN}; to blend, serve a model whose layers run one after the other",
-    DeclineReason.SHARED_KV: f"{PLAIN}; to blend, serve a model whose layers all have KV of their own",
+    DeclineReason.SHARED_KV: f"{PLAIN}; to blend, serve a model in which every layer has its own KV",
     DeclineReason.MULTIMODAL: f"{PLAIN}; to blend, serve the text model of the family",
     DeclineReason.ENCODER: f"{PLAIN}; to blend, serve a decoder-only model",
-    DeclineReason.ARCHITECTURE: f"{PLAIN}; to blend, serve a decoder of attention layers",
+    DeclineReason.ARCHITECTURE: f"{PLAIN}; to blend, serve a model of decoder layers with one attention each",
 }
 """What to do about each reason."""
 

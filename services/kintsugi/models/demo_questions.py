@@ -86,7 +86,7 @@ class RightAnswers:
     reuse_wrong: int
     """Questions that full prefill answered right and full KV reuse answered wrong."""
     blend_mended: int
-    """Those of `reuse_wrong` that the blend answered right."""
+    """Questions counted in `reuse_wrong` that the blend answered right."""
 
     @staticmethod
     def of(questions: Sequence[DemoQuestion]) -> RightAnswers:

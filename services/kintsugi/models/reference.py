@@ -32,7 +32,7 @@ from kintsugi.models.cache import CACHE_VARIABLE, cache_folder, make_folder_once
 log = logging.getLogger(__name__)
 
 RECIPE = 1
-"""Increase this when the same file produces another checkpoint, so that cached checkpoints are not used."""
+"""Increase this when the same file begins to produce another checkpoint: cached ones are then ignored."""
 DTYPE = "float32"
 """The data type that these models compute in unless one is given. In bfloat16 the answers depend on the CPU,
 and a CPU without instructions for bfloat16 takes many times longer."""

@@ -143,7 +143,7 @@ def test_a_prompt_longer_than_an_attention_chunk_is_declined(engine_slot: Engine
     full = ask_cold(engine, long.token_ids)
     declined = ask_cold(engine, long.token_ids, long.params(0.15))
     assert reason_of(declined).startswith(
-        f"attention_chunk: {len(long.token_ids)} tokens are more than the 512"
+        f"attention_chunk: {len(long.token_ids)} tokens exceed the 512 tokens"
     )
     assert declined.token_ids == full.token_ids
 

@@ -167,7 +167,8 @@ class NotingClient:
         return getattr(self._client, name)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as vLLM's client does. Not a generator, which would cost time per token."""
+        """Generate as vLLM's client does. Not a generator itself, because that would take time for
+        every token."""
         return self._client.generate(*args, **kwargs, call=CALL.get())
 
 
@@ -190,7 +191,7 @@ class OurResponses(OpenAIServingResponses):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Regardless of the environment: vLLM stores responses without a bound, and any caller may read them.
+        # Whatever the environment says: vLLM stores responses without a bound, and any caller may read them.
         self.enable_store = False
 
     def responses_stream_generator(

@@ -8,7 +8,7 @@ from typing import Any
 from kintsugi.core.errors import InvalidField
 
 FUNCTION, NAMESPACE = "function", "namespace"
-"""Types of tools that every vLLM shows to the model: functions, and namespaces of functions."""
+"""Types of tools that every version of vLLM shows to the model: functions, and namespaces of functions."""
 SHOWN_CHARS_MAX = 40
 
 

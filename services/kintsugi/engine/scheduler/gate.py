@@ -1,4 +1,4 @@
-"""Reads the report at start and at changes. `core.gate` decides what the report permits.
+"""Reads the report at start and whenever it changes. `core.gate` decides what the report permits.
 
 A thread polls the report, so that a request costs few dictionary reads. If the store does not answer, the
 gate keeps its last state. Until the first answer the gate is closed.
@@ -38,7 +38,7 @@ ReadReport = Callable[[Binding], bytes | None]
 class StoreReports:
     """Reads the report of one binding from the chunk store.
 
-    Never returns to an older report, because the only shard that answers may have missed a closing."""
+    Never returns to an older report: the only shard that answers may have missed one that closed blending."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
@@ -154,7 +154,7 @@ def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate
 
 
 def describe_versions() -> str:
-    """Return what may change how blended KV is rounded: versions and the device."""
+    """Return the versions and the device: how blended KV is rounded depends on them."""
     device = platform.machine() if current_platform.is_cpu() else current_platform.get_device_name()
     if current_platform.is_cpu():
         import torch

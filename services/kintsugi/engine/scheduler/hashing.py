@@ -140,14 +140,14 @@ class Salts:
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
         self.times = SaveTimes()
-        """Times at which passages of requests count as seen, for their saves."""
+        """Request times for the saves of this engine."""
         self._cursor: str | None = None
         self.erased: Held[bool, int] = Held(SALTS_BYTES_MAX, self._forget)
         """Numbers of the last erasure in each namespace (False), and of the whole namespace, which includes
         its parts (True)."""
         self._forgotten = 0
-        """The highest number that was dropped. It stands for the erasures of namespaces without one: their
-        blocks are named anew, which costs a prefill and finds no erased block."""
+        """The highest number that was dropped. Namespaces without a number use it: their blocks get new
+        names, which costs a prefill, but no erased block is found."""
         self._last = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kintsugi-salts", daemon=True)

@@ -37,8 +37,8 @@ ANSWER_BYTES_MAX = 64 << 20
 NO_ANSWER = (DeadlineExceeded, Unavailable)
 """Errors of a store that did not answer. Every other error counts as an answer."""
 SILENT = frozenset((*(error.__name__ for error in NO_ANSWER), "load_timeout", "stream_ended", "shard_silent"))
-"""First words of the reasons of loads that failed because the store did not answer or broke off. A store that
-lacks a chunk or holds damaged bytes has answered."""
+"""First words of the failure reasons of loads for which the store did not answer or ended the stream early. A
+store that lacks a chunk or holds damaged bytes has answered."""
 SUSPENDED = "the store failed recently and is not used until it answers again"
 
 
@@ -198,7 +198,7 @@ class Lookups:
                 if not lookup.future.cancel():  # a cancelled lookup never reached the store
                     self._suspend(lookup)
                 raise NotBlendable("store_timeout", "the lookup took too long")
-            if self.is_store_suspended:  # Found by another prompt, so this one need not wait.
+            if self.is_store_suspended:  # Another prompt has found this out, so this one need not wait.
                 raise NotBlendable("store_unavailable", SUSPENDED)
             return None
         error = lookup.future.exception()

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from kintsugi.engine.protocol import JobTokens, ProbeJob  # imports vLLM, which audits do without
 
 COMPARISONS_MAX = 1 << 17
-"""Stored lengths that are compared with one prompt."""
+"""Maximum number of comparisons of stored lengths with one prompt."""
 CANDIDATES_MAX = 4096
-"""Candidates of one prompt whose keys are computed. A prompt holds fewer chunks, unless it repeats itself."""
+"""Maximum number of one prompt's candidates whose keys are computed. A prompt holds fewer chunks, unless it
+repeats itself."""
 
 
 @dataclass(frozen=True)

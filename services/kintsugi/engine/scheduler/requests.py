@@ -182,8 +182,8 @@ def check_request(request: Request, local_chunk: int | None) -> None:
     if local_chunk is not None and request.num_prompt_tokens > local_chunk:
         raise NotBlendable(
             "attention_chunk",
-            f"{request.num_prompt_tokens} tokens are more than the {local_chunk} within which this model's "
-            "layers attend; send shorter prompts to blend",
+            f"{request.num_prompt_tokens} tokens exceed the {local_chunk} tokens within which this "
+            "model's layers attend; send shorter prompts to blend",
         )
     if request.skip_reading_prefix_cache:
         raise NotBlendable("prompt_logprobs", "logprobs of prompt tokens need their full prefill")

@@ -52,11 +52,11 @@ def give_up(states: Iterable[RequestState], others: Iterable[int], num_used: int
     if len(held - {NULL_BLOCK}) != num_used:
         return False
     if has_windows and not all(state.in_flight for state in parked):
-        return False  # vLLM has freed the blocks before the window, into which nothing can be computed
+        return False  # vLLM has freed the blocks before the window, so nothing can be computed there
     for state in parked:
         if not has_windows:
             state.request.num_computed_tokens = 0
-            # Blocks of the cache would be taken in addition to those that the request still holds.
+            # A prefix cache hit would add blocks to those that the request still holds.
             state.request.skip_reading_prefix_cache = True
         if not state.in_flight and state.params.op is Op.BLEND:
             reason = f"{CACHE_RESET}: vLLM emptied its cache before the request ran"

@@ -30,7 +30,7 @@ def check_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
     """Check the names of blocks. Raises `SelfTestFailed` with the request that found another's blocks.
 
     States of recurrent layers are left out. Their blocks have the same names, but vLLM keeps only some of
-    them, so no request would find all tokens of an equal one."""
+    them, so no request would find all tokens of an equal request."""
     kv_cache_config = without_states(kv_cache_config)
     block, hash_block = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     caching_hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)

@@ -97,8 +97,8 @@ class SchedulerSide:
     """Number of tensor-parallel ranks. Each loads its part of a chunk."""
     has_windows: bool = False
     """Whether some layers keep only the KV of a window. vLLM then frees the blocks before the window of the
-    last claimed token, which the first claimed tokens still attend to. So nothing is claimed after cached
-    tokens, and prefixes are computed again."""
+    last claimed token, although the first claimed tokens still attend to them. So nothing is claimed after
+    cached tokens, and prefixes are computed again."""
     local_chunk: int | None = None
     """See `worker.support.find_local_chunk`."""
     restores_keys: bool = True
@@ -223,7 +223,7 @@ class SchedulerSide:
             digest = bytes.fromhex(state.params.trial.tag)
         exact = self._find_plain_end(state, spans)
         if state.is_discovered and state.params.spans:
-            exact = min(exact, spans[0].end)  # other chunks may be found after it
+            exact = min(exact, spans[0].end)  # discovery may find other chunks after it
         self._fork_behind(exact, request, state, digest)
 
     def _find_plain_end(self, state: RequestState, spans: tuple[Span, ...]) -> int:
@@ -387,9 +387,9 @@ class SchedulerSide:
         is_rest_short = is_blend and end - num_computed < self.hash_block_size
         if is_blend and state.params.trial is not None:
             # The second pass of a trial, along an answer: vLLM must compute the answer to report logprobs.
-            raise NotBlendable("prefix_hit", "the trial's blend is cached up to a part of a block")
+            raise NotBlendable("prefix_hit", "the trial's blend is cached except for its last, partial block")
         if state.leader is not None and state.job is None and is_rest_short:
-            raise NotBlendable("prefix_hit", "another request's blend is cached up to a part of a block")
+            raise NotBlendable("prefix_hit", "another blend is cached except for its last, partial block")
         if self.has_windows and num_computed:
             raise NotBlendable(
                 "sliding_window", "vLLM would free cached tokens of this prompt before a blend"

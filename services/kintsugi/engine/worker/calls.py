@@ -84,7 +84,7 @@ class LayerCall:
         return argument.from_rows(hidden.beside[argument.slot])
 
     def pass_on(self, leaves: Sequence[Any]) -> Any:
-        """Return the output of a layer that returns its input."""
+        """Return the input in the form of the layer's output."""
         outputs: list[Any] = [None] * self.output_layout.num_leaves
         outputs[self.output_states] = leaves[self.states]
         if self.output_residual is not None:

@@ -1,4 +1,4 @@
-"""Keeps what fails in one pass from ending the engine."""
+"""Contains the failure of one pass, so that the engine continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def contain_defects(task: str, give_up: Callable[[str], None], in_layers: bool =
     """Log an exception of the block and pass its reason to ``give_up``, so that a defect ends one pass and
     not the engine. If the device has no memory left, the log gets one line without a traceback.
 
-    ``in_layers``: the block runs layers, and what fails in a layer call is contained there (`worker.ranks`).
+    ``in_layers``: the block runs layers, and `worker.ranks` contains the failures of layer calls.
     Any other exception is raised if there are several tensor-parallel ranks: ranks that do not stay in step
     would wait for each other.
     """

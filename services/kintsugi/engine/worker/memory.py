@@ -33,7 +33,7 @@ SHARE_OF_FREE = 0.25
 memory, of unknown size, and allocates it again from the rest."""
 
 LAYERS_IN_USE = 3
-"""Layers of loaded KV that a pass holds beside the prefetched ones: the layer in use, the layer being
+"""Layers of loaded KV that a pass holds in addition to the prefetched ones: the layer in use, the layer being
 decoded, and its encoded bytes."""
 
 ROTATION_LAYERS = 3
@@ -68,8 +68,8 @@ def warn_of_short_memory(model: LoadedModel) -> None:
     if room < length_max * token_bytes:
         logger.warning(
             "Prompts of more than about %d tokens are prefilled in full (device_memory): a blend of "
-            "max_model_len=%d tokens needs up to %d MiB beside vLLM's share of the device, and %d MiB are "
-            "reserved; lower gpu_memory_utilization to blend longer prompts",
+            "max_model_len=%d tokens needs up to %d MiB in addition to vLLM's share of the device, and "
+            "%d MiB are reserved; lower gpu_memory_utilization to blend longer prompts",
             room // token_bytes,
             length_max,
             length_max * token_bytes >> 20,
@@ -116,9 +116,9 @@ def pass_bytes(model: LoadedModel, job: BlendJob) -> int:
 
 
 def describe_refusal(needed: int, room: float) -> str:
-    """Return `reason: detail` for a blend that needs more bytes than all passes together may use."""
+    """Return `reason: detail` for a blend that needs more bytes than passes may use in total."""
     return (
-        f"device_memory: a blend of it needs {needed >> 20} MiB of the device, more than "
+        f"device_memory: a blend of this prompt needs {needed >> 20} MiB of the device, more than "
         f"the {int(room) >> 20} MiB that are reserved; lower gpu_memory_utilization"
     )
 

@@ -230,7 +230,7 @@ class LoadedModel:
     """The kernel that sums the question's attention, if it supports this processor."""
     lock_step: LockStep = field(default_factory=LockStep)
     zeroes_blocks: bool = False
-    """Whether stale bytes of a block may be no numbers, because layers of another dtype used it. Then vLLM
+    """Whether stale bytes of a block may read as NaN, because layers of another dtype used it. Then vLLM
     zeroes new blocks, except those that a connector fills."""
 
     @contextlib.contextmanager
@@ -489,7 +489,7 @@ def _backend_of(layer: Any) -> Any:
 
 
 def _all_attend(spec: KVCacheSpec, names: list[str], holds: Callable[[str], bool]) -> bool:
-    """Return whether the layers are attentions for which ``holds``."""
+    """Return whether the layers are attentions, and ``holds`` is true for each name."""
     return isinstance(spec, AttentionSpec) and all(map(holds, names))
 
 

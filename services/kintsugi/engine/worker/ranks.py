@@ -1,9 +1,9 @@
 """Keeps a tensor-parallel rank whose layer call fails in step with the others.
 
 Every layer call contains collective operations, and ranks that take part wait for one that does not. So each
-call's operations are recorded when it first succeeds, in the self-test; if it fails later, as for lack of
-memory, the rank takes part in the rest of them with zeros. The pass goes on, and the ranks agree at its end
-that it is lost.
+call's operations are recorded when the call first succeeds, in the self-test. If it fails later, for example
+for lack of memory, the rank takes part in the remaining operations with zeros. The pass goes on, and the
+ranks agree at its end that it is lost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a recurrent layer stores per token, and how vLLM's own code for it is run over chosen tokens.
+"""Stores a recurrent layer's inputs per token, and runs vLLM's own code for the layer over chosen tokens.
 
-The state of such a layer belongs to no token, but its inputs do: of a short convolution what it convolves, of
-Gated DeltaNet the projected q, k and v and the inputs of decay and write strength, of Mamba-2 x, B, C and dt.
-They are stored as an attention's K and V are (docs/adr/0018).
+The state of such a layer belongs to no single token, but its inputs do: for a short convolution, the values
+that it convolves; for Gated DeltaNet, the projected q, k and v and the inputs of decay and write strength;
+for Mamba-2, x, B, C and dt. They are stored like the K and V of attention (docs/adr/0018).
 
 vLLM computes convolution and scan of all requests of a step in one operation of `torch.ops.vllm`, between the
 projections of the layer. Here the operation is replaced for one layer call: so the projections, the gate and

@@ -160,7 +160,7 @@ class RotationFinder:
         head_dim = projected.key.shape[-1]
         for source in projected.sources:
             if source.leaves[source.key].shape[1:].numel() % head_dim:
-                continue  # it rotates a part of the head that the layer has cut out
+                continue  # the layer passes it only a part of each head
             name = (id(source.module), head_dim)
             if name not in self._tables:
                 measured = measure_rotary(source.turn, head_dim, self._num_positions, projected.key)

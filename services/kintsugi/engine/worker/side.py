@@ -104,7 +104,7 @@ class WorkerSide:
         self._puts: dict[str, Future[Accounting]] = {}
         """Running puts of chunks, and running audits, by request id."""
         self._puts_without_kv: set[str] = set()
-        """Those of `_puts` whose cache blocks have lost their content meanwhile."""
+        """Ids in `_puts` whose cache blocks have lost their content meanwhile."""
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
         self._idle_saves = IdleSavePasses(
             self._save_pass, self._put, self._put_threads, is_first_rank, self._has_stopped

@@ -539,7 +539,7 @@ def min_over_ranks(number: int) -> int:
 
 
 def _tails_of(tables: _GroupTables, ends: Sequence[int], device: torch.device) -> Tensor:
-    """Return the slots behind each sequence's last token in its last block."""
+    """Return the slots after each sequence's last token in its last block."""
     size = tables.group.block_size
     places = [torch.arange(end, -(-end // size) * size) for end in ends]
     owners = [torch.full_like(one, owner) for owner, one in enumerate(places)]

@@ -1,6 +1,6 @@
 """States of recurrent layers during a pass.
 
-A pass never works on vLLM's states. For each layer it copies the states behind the computed prefixes into a
+A pass never works on vLLM's states. For each layer it copies the states after the computed prefixes into a
 scratch cache, scans there, and writes the final states into vLLM's blocks when the whole pass has succeeded:
 so a pass can restart or fail at any layer, and a prefix's state stays what it is.
 """
@@ -31,13 +31,13 @@ class StateSpan:
     """One sequence of a pass in one cache group of recurrent layers."""
 
     start: int
-    """First position of the pass. The state behind the positions before it is in a block."""
+    """First position of the pass. The state after the positions before it is in a block."""
     end: int
-    """The state behind this position - 1 is written to a block at the end."""
+    """The state after the token at `end` - 1 is written to a block when the pass ends."""
     places: int
     """Number of places of the sequence: `end`, or more if further tokens pass."""
     before: int | None
-    """Block of the state behind the positions before `start`; None if there are none."""
+    """Block of the state after the positions before `start`; None if there are none."""
     after: int | None
     """Block of the final state; None if it is not kept."""
 
@@ -74,7 +74,7 @@ class RecurrentStates:
     _inputs: tuple[Tensor, Tensor] | None = None
     _metadata: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     _final: dict[str, tuple[Layer, tuple[Tensor, ...]]] = field(default_factory=dict)
-    """Layers with their states behind the last place."""
+    """Layers with their states after the last place."""
 
     @property
     def _firsts(self) -> list[int]:

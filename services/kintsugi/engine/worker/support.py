@@ -28,7 +28,7 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
     checks = (
         (callable(model.hf_overrides), "hf_overrides: code cannot be part of a fingerprint; pass a mapping"),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel: layers lie on several workers"),
-        (parallel.data_parallel_size > 1, "data_parallel: ranks step together, a blend would not"),
+        (parallel.data_parallel_size > 1, "data_parallel: ranks must step together, and a blend steps alone"),
         (
             getattr(parallel, "decode_context_parallel_size", 1) > 1,
             "context_parallel: a sequence's KV lies on several workers",
@@ -45,7 +45,7 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
         (vllm_config.speculative_config is not None, "speculative_decoding: the draft's KV is not blended"),
         (
             bool(getattr(vllm_config.cache_config, "use_replayssm", False)),
-            "replay_ssm: states of recurrent layers lie in rings of past inputs; start vLLM without "
+            "replay_ssm: recurrent states are stored as ring buffers of past inputs; start vLLM without "
             "use_replayssm",
         ),
     )
@@ -53,8 +53,8 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
 
 
 NAMED_BY_BLOCKS = ("OffloadingConnector",)
-"""vLLM's connectors that name KV as its prefix cache does, by the names of the request's blocks: what they
-keep of a blend is found only by the same blend."""
+"""vLLM's connectors that find KV by the request's block hashes, as the prefix cache does. Blended KV that
+they store is found only by the same blend."""
 
 
 def find_wrapper(connector: KVConnectorBase_V1) -> str | None:
@@ -75,7 +75,7 @@ def find_wrapper(connector: KVConnectorBase_V1) -> str | None:
             return (
                 f"multi_connector: {type(maker).__name__} passes blocks to its other connectors, too, and "
                 "one that stores them by their tokens would store blended KV as exact; list "
-                f"{CONNECTOR} first, beside {' or '.join(NAMED_BY_BLOCKS)} alone"
+                f"{CONNECTOR} first, and only {' or '.join(NAMED_BY_BLOCKS)} after it"
             )
         frame = frame.f_back
     return None

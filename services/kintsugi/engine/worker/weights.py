@@ -6,7 +6,7 @@ notifies connectors of none: `reset_cache` is also called without a change, and 
 weights are observed in three ways:
 
 - Calls of the model's `load_weights`, through which vLLM reloads and receives weights in the checkpoint's
-  format. It is the only sign if a backend repacks weights and drops the parameters, as on CPUs.
+  format. They are the only sign if a backend repacks weights and drops the parameters, as on CPUs.
 - The address of each parameter, and torch's count of writes to it. Writes through `.data`, as in vLLM's
 loaders, are not counted, so the count alone would miss updates.
 - A sample of the values of each parameter, bit for bit. It detects uncounted writes and discarded weights.

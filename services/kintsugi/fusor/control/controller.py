@@ -43,10 +43,10 @@ WORTHWHILE_SHARE = 0.1
 """Recomputing some chunks instead of loading all must bring the first token forward by at least this share,
 compared with loading all and with a full prefill: forecasts err."""
 CANDIDATES_MAX = 16
-"""Maximum number of compared ways to load fewer chunks; exceeded only if there are more sets of sources. The
-scheduler waits for the comparison."""
+"""Maximum number of subsets of chunks that are compared, unless there are more sets of sources. The scheduler
+waits for the comparison."""
 CUTS_MAX = 8
-"""How many different numbers of recomputed chunks are tried for one set of sources."""
+"""Maximum number of subsets that are compared for one set of sources."""
 SOURCES_MAX = 3
 """With up to this many sources, every set of them is tried; with more, only all, all but one, and each
 alone."""
@@ -175,8 +175,8 @@ def _source_sets(sources: Sequence[ChunkSource]) -> list[frozenset[ChunkSource]]
 
 
 def _transfers_within(full_s: float, plan: BlendPlan, request: PlanRequest) -> bool:
-    """Whether loading alone would keep up with a full prefill. A trial measures computing and decoding, so it
-    is pointless to wait for a store that is slow as well."""
+    """Whether loading alone takes no longer than a full prefill. A trial measures computing and decoding, so
+    it need not wait for a store that is known to be slow."""
     decoded = _forecast(plan.selection, plan.hits, request, replace(request.measured, decode_s_per_byte=0.0))
     return decoded is not None and decoded.load_s <= full_s
 

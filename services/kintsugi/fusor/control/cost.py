@@ -27,14 +27,14 @@ class PassWorkload:
     exact_tokens: int = 0
     """Loaded tokens before `BlendPlan.exact_end`."""
     left_out_tokens: int = 0
-    """Other tokens that do not pass with the question (`fusor.gaps`)."""
+    """Tokens among `other_tokens` that the question's pass leaves out (`fusor.gaps`)."""
     attending: tuple[int, ...] | None = None
     """See `fusor.stack.DecoderStack`; None: all layers."""
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The most that a pass computes at one layer."""
+    """Maximum work of a pass at one layer."""
 
     layer: int
     hit_tokens: int
@@ -65,7 +65,7 @@ class PassWork:
 
 
 def pass_work(selection: Selection, work: PassWorkload) -> PassWork:
-    """The work of each layer of a blend: exact."""
+    """Return the exact work of each layer of a blend."""
     hit, other, layers = work.hit_tokens, work.other_tokens, work.num_layers
     if selection.ratio not in (0, 1):
         hit -= work.exact_tokens

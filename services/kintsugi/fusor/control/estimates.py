@@ -23,7 +23,7 @@ slow store. A second outlier in a row is taken at face value."""
 BELIEVED_SHARE = 0.5
 """Weight of a second outlier in a row."""
 OUTLIER_FLOOR_S = 1e-3
-"""When an outlier is detected, a smaller estimate counts as this value."""
+"""Estimates below this value count as this value when outliers are detected."""
 FORGETTING = 0.98
 """Factor by which each new observation multiplies the weight of a fit's earlier ones."""
 PRIOR_OBSERVATIONS = 0.5
@@ -49,10 +49,10 @@ class Transfer:
 
     source: ChunkSource
     opening_s: float
-    """Wait for the first frame: the network round trip, the shard's queue, and the frame itself."""
+    """Time until the first frame arrived: the network round trip, the shard's queue, and the frame itself."""
     opening_bytes: int
     wait_s: float = 0.0
-    """Wait for the other measured frames."""
+    """Time spent waiting for the other measured frames."""
     num_bytes: int = 0
     """Bytes of the other measured frames."""
 
@@ -88,7 +88,7 @@ class Meter:
                 yield item
                 if isinstance(item, LayerFrame) and item.layer < self.layers_max:
                     self._add(self.sources[item.chunk], arrived - asked, len(item.data))
-                    if item.layer < self.layers_max - 1:  # after the last, the loader may wait for room
+                    if item.layer < self.layers_max - 1:  # then the loader may wait for room
                         self.decode_s += self.clock() - arrived
                         self.decode_bytes += len(item.data)
                 asked = self.clock()
@@ -137,7 +137,7 @@ class Measured:
     """Coefficients of a pass: constant, per token-layer, per attended pair in runs of tokens, per attended
     pair of scattered tokens, per row written."""
     tail_s: float = 0.0
-    """Time from the end of a pass to the first token, plus the time between its slices."""
+    """Time from the end of a pass to the first token, plus the time between the pass's slices."""
 
 
 class Estimates:

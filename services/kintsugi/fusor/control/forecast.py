@@ -76,7 +76,7 @@ def full_prefill_s(engine: EngineShape, measured: Measured, region: ForecastRegi
     tokens = min(engine.step_tokens_max, region.num_tokens + 1)
     terms, total = measured.step, 0.0
     if terms is None or tokens > EXTRAPOLATION_MAX * measured.step_tokens_seen:
-        # Predict it as a pass that loads nothing, tail included, so that no cheaper blend looks slower.
+        # Predict it as a pass that loads nothing, with its tail. Otherwise a cheaper blend could look slower.
         terms, total = _step_of_blends(engine, measured.blend), measured.tail_s
     if terms is None:
         return None

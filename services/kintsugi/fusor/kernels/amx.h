@@ -1,6 +1,6 @@
 // Products of a tile by AMX, over a bfloat16 cache that vLLM's CPU backend packs for it.
 //
-// One KV head of one block, where every unit of 1 KiB is an AMX operand as it lies:
+// One KV head of one block, where every unit of 1 KiB is an AMX operand in place:
 //   K [block_size / 16][head_dim / 2][16 tokens][2 elements], then
 //   V [head_dim / 16][block_size / 2][16 elements][2 tokens]
 

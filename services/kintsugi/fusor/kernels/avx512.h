@@ -1,7 +1,7 @@
 // Products of a tile by AVX-512, over a bfloat16 cache that vLLM's CPU backend keeps for its ISA "vec".
 //
 // One KV head of one block: K [head_dim][block_size], then V [block_size][head_dim]. The instruction takes pairs
-// of what is summed, which lie in two rows of either. So 32 columns of two rows each are interleaved, once for
+// of summands, which lie in two rows of K or of V. So 32 columns of two rows each are interleaved, once for
 // all rows of a tile: for a step of keys, or for 32 columns of a chunk of values. Registers hold 8 rows × 32
 // columns of a product, so that a pair of the left operand is used twice for each load, one of the right 8 times.
 
@@ -10,7 +10,7 @@
 #include "vectors.h"
 
 constexpr int ROWS = 32;         // 64 take 5 % less time and twice the memory
-constexpr int ROWS_OF_BLOCK = 8; // of 32 columns: 16 sums in registers; 4 are slower, 12 no faster
+constexpr int ROWS_OF_BLOCK = 8; // × 32 columns: 16 sums in registers; 4 rows are slower, 12 no faster
 
 inline void start_products() {}
 inline void end_products() {}
@@ -18,8 +18,8 @@ inline void end_products() {}
 // Where 32 elements of a row lie in the query operand, [ROWS][head_dim].
 inline int query_place(int row, int step, int head_dim) { return row * head_dim + step * 32; }
 
-// Adds products of pairs. Without the instruction, both of a pair are widened: the whole kernel takes 1.8 times as
-// long.
+// Adds products of pairs. Without the instruction, both elements of a pair are converted to fp32, and the whole
+// kernel takes 1.8 times as long.
 inline __m512 add_pairs(__m512 sum, __m512i left, __m512i right) {
 #ifdef __AVX512BF16__
   return _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right);
@@ -53,7 +53,8 @@ inline void interleave_rows(const uint16_t *rows, int64_t stride, int count, int
   }
 }
 
-// Adds left [ROWS_OF_BLOCK][pairs][2] × right, twice [pairs][16 columns][2], to sums, [ROWS_OF_BLOCK][32].
+// Adds left [ROWS_OF_BLOCK][pairs][2] × right, which is two operands [pairs][16 columns][2], to the sums
+// [ROWS_OF_BLOCK][32].
 template <bool from_zero>
 inline void multiply_block(const uint16_t *left, int64_t left_stride, const uint16_t *low, const uint16_t *high,
                            int pairs, float *sums, int64_t stride) {

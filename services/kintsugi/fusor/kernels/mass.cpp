@@ -2,8 +2,8 @@
 //
 // Keys are first packed as `products.h` multiplies them. A tile then holds up to 32 rows: a few queries × the
 // query heads that share a KV head. It multiplies them by all keys; the softmax is in fp32 and to base 2. Tiles
-// add up into a bounded number of sums, each of which takes the same tiles in the same order every time. They are
-// joined in one order, too, so that the result does not depend on the threads.
+// are added to a bounded number of sums, each of which always takes the same tiles in the same order. The sums are
+// added up in a fixed order, too, so that the result does not depend on the number of threads.
 
 #include "products.h"
 
@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int LANES = 16;
-constexpr int64_t SUMS_MAX = 64; // as many threads can add up at a time; memory for so many floats per key
+constexpr int64_t SUMS_MAX = 64; // maximum number of threads that add up at a time, and of floats in memory per key
 
 struct Problem {
   const uint16_t *query; // [queries][kv heads × group][head_dim]
@@ -26,7 +26,7 @@ struct Problem {
   int64_t num_queries, num_keys, num_kv_heads, group;
   int head_dim;
   float scale;
-  int32_t window; // positions that a query sees, its own included
+  int32_t window; // positions that a query sees, including its own
 
   int64_t padded() const { return (num_keys + STEP - 1) / STEP * STEP; }
   int64_t queries_per_tile() const { return ROWS / group; }
@@ -39,7 +39,7 @@ struct Free {
 
 template <typename Element> using Memory = std::unique_ptr<Element[], Free>;
 
-// Whole cache lines, so that no load of 64 bytes touches two; nothing if there is no memory.
+// Allocates whole cache lines, so that no load of 64 bytes touches two; a null pointer if there is no memory.
 template <typename Element> Memory<Element> allocate(int64_t count) {
   const size_t bytes = (count * sizeof(Element) / 64 + 1) * 64;
   return Memory<Element>(static_cast<Element *>(std::aligned_alloc(64, bytes)));
@@ -49,7 +49,7 @@ struct alignas(64) Query {
   uint16_t operand[ROWS * HEAD_DIM_MAX];
 };
 
-// 16 keys of one head; what lies behind the last key repeats it, and is masked.
+// 16 keys of one head. Places after the last key repeat it, and are masked.
 void pack_keys(const Problem &problem, int64_t head, int64_t first, uint16_t *packed) {
   for (int lane = 0; lane < LANES; ++lane) {
     const int64_t key = std::min(first + lane, problem.num_keys - 1);
@@ -65,7 +65,7 @@ void load_queries(const Problem &problem, Query &query, int64_t head, int64_t fi
   load_query_rows(query.operand, source, token_stride, head_stride, problem.group, rows, problem.head_dim);
 }
 
-// The keys that a query at `position` sees. A position behind every query's marks what is no key.
+// The keys that a query at `position` sees. Padding has a position after that of every query.
 inline __mmask16 visible(const Problem &problem, const int32_t *positions, int32_t position) {
   const __m512i found = _mm512_loadu_si512(positions);
   const __mmask16 past = _mm512_cmple_epi32_mask(found, _mm512_set1_epi32(position));
@@ -98,8 +98,8 @@ void add_weights(const Problem &problem, const int32_t *positions, int32_t posit
 
 } // namespace
 
-// `total`: fp32 [keys]. `key_positions` has room for keys up to a multiple of STEP, which lie behind every query.
-// Returns whether there was memory for it. Nothing may be thrown here: the caller is not C++, and OpenMP's
+// `total`: fp32 [keys]. `key_positions` has room for keys up to a multiple of STEP, which lie after every query.
+// Returns false if memory was short. Nothing may be thrown here: the caller is not C++, and OpenMP's
 // threads have no caller.
 extern "C" bool attention_mass(const uint16_t *query, const uint16_t *key, const int32_t *query_positions,
                                const int32_t *key_positions, float *total, int64_t num_queries,

@@ -32,7 +32,7 @@ FLAGS = (
 
 
 class Instructions(StrEnum):
-    """The instructions that multiply bfloat16 numbers in a library."""
+    """The instruction set with which a library multiplies bfloat16 numbers."""
 
     AMX = "amx"
     AVX512_BF16 = "avx512_bf16"
@@ -49,7 +49,7 @@ GROUP_MAX = 32
 HEAD_DIM_MAX = 256
 KEYS_MULTIPLE = 32
 EVERYWHERE = (1 << 31) - 1
-"""A window that hides nothing, and a position after every query's."""
+"""A window that hides no key, and also the position of padding keys, which no query sees."""
 COMPILE_TIMEOUT_S = 60.0
 """Compilation takes 2 to 4 s on an idle core."""
 
@@ -137,8 +137,8 @@ class PackedKernel:
     AVX-512 (the same EPYC)                0.97    1.5
     =====================================  ======  ===========
 
-    Rejected: torch's flash attention over tiles with a mask, which takes 2.2 to 3.7 times a dense prefill
-    with AMX (its dense attention takes 1.5).
+    Rejected: torch's flash attention over tiles with a mask, which takes 2.2 to 3.7 times as long as a
+    dense prefill with AMX (torch's dense attention: 1.5 times).
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -203,8 +203,8 @@ class MassKernel:
     """The kernel of `fusor.question.attention_mass`: products by AMX or AVX-512, softmax in fp32.
 
     Products of bfloat16 numbers are exact in fp32, so its sums differ from torch's by rounding alone. With 43
-    queries of 9 heads and 3,740 keys, torch takes 2.3 ms a layer on two cores with AMX, the kernel 0.6; on
-    one core with AVX-512 BF16 (AMD EPYC) 7.7 ms and 1.4.
+    queries of 9 heads and 3,740 keys, torch takes 2.3 ms a layer and the kernel 0.6 ms on two cores with
+    AMX; on one core with AVX-512 BF16 (AMD EPYC), 7.7 ms and 1.4 ms.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -2,8 +2,8 @@
 //
 // A tile holds up to 32 rows: a few queries × the query heads that share a KV head. It reads each key once,
 // 256 keys at a time: logits, a running softmax in fp32 and to base 2, then weights × values. Only chunks of keys
-// that reach past the tile's first position are masked. `products.h` says what multiplies, and what the cache
-// looks like.
+// that reach past the tile's first position are masked. `products.h` describes the products, and the layout of the
+// cache.
 
 #include "products.h"
 

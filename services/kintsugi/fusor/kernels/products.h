@@ -1,4 +1,4 @@
-// The products of a tile, by what the build is for, and the queries that they take.
+// The products of a tile with the instruction set of this build, and their query operands.
 //
 // A tile is up to ROWS rows: a few queries × the query heads that share a KV head. A key operand, for every
 // 16 tokens, is [head_dim / 2][16 tokens][2 elements]; a query operand is as `query_place` says.
@@ -12,7 +12,7 @@
 #endif
 
 // Fills the query operand of a tile: `rows` rows of consecutive queries × the `group` query heads of a KV head,
-// zeros behind them. `query` is the first head of the first query; strides are in elements.
+// then zeros. `query` is the first head of the first query; strides are in elements.
 inline void load_query_rows(uint16_t *operand, const uint16_t *query, int64_t token_stride, int64_t head_stride,
                             int64_t group, int rows, int head_dim) {
   for (int row = 0; row < ROWS; ++row) {

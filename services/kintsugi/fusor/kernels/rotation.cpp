@@ -1,7 +1,7 @@
 // The CPU kernel of `kintsugi.fusor.kernels.native`: RoPE on bfloat16 keys, in fp32 and rounded once.
 //
-// Every product is rounded to fp32 before the difference, as torch does it: the build forbids the compiler to
-// contract them into fused multiply-adds. One thread, because the engine computes beside it.
+// Every product is rounded to fp32 before the difference, as in torch: the build forbids the compiler to
+// contract them into fused multiply-adds. One thread, because the engine computes at the same time.
 
 #include <cstdint>
 #include <cstring>
@@ -15,7 +15,7 @@ inline float widen(uint16_t value) {
   return wide;
 }
 
-// Rounds to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline uint16_t narrow(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -36,7 +36,7 @@ inline void rotate_head(const uint16_t *__restrict from, uint16_t *__restrict to
 
 } // namespace
 
-// keys, rotated: [tokens][heads][head_dim]; cos, sin: fp32 [rows][half], of which `positions` choose.
+// keys, rotated: [tokens][heads][head_dim]; cos, sin: fp32 [rows][half], whose rows `positions` select.
 extern "C" void rotate_keys(const uint16_t *keys, uint16_t *rotated, const int64_t *positions,
                             const float *cos, const float *sin, int64_t num_tokens, int64_t num_heads,
                             int64_t head_dim, int64_t half, int64_t is_neox) {

@@ -82,8 +82,8 @@ def choose_splits(programs: int, context: int, columns: int, multiprocessors: in
 
 
 def variant_sizes(group: int, row_bytes: int, context_max: int) -> list[tuple[int, int]]:
-    """Return pairs of numbers of queries and kv positions. One call with each pair compiles every variant
-    that calls over at most `context_max` positions can need: each tile with each number of splits."""
+    """Return pairs: a number of queries and a number of kv positions. One call per pair compiles every
+    variant that calls over at most `context_max` positions can need: each tile with each number of splits."""
     smallest: dict[Tile, int] = {}
     num_tokens = 1
     while True:

@@ -1,4 +1,4 @@
-// What the CPU kernels share whatever multiplies: sizes, powers of 2, rounding to bfloat16, and masks of lanes.
+// What the CPU kernels share for every instruction set: sizes, powers of 2, rounding to bfloat16, and masks of lanes.
 
 #pragma once
 
@@ -13,7 +13,7 @@ constexpr int HEAD_DIM_MAX = 256;
 constexpr float LOWEST = -1e30f; // a real minus infinity would turn a masked row into NaN
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^x for x <= 0, with a relative error of 3e-6; 0 far below. scalef rounds its exponent down by itself.
+// 2^x for x <= 0, with a relative error of 3e-6; 0 far below. scalef rounds its exponent down.
 inline __m512 exp2_of(__m512 x) {
   const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   __m512 value = _mm512_set1_ps(1.353417e-2f);
@@ -39,7 +39,7 @@ inline void store_narrow(uint16_t *target, __m512 low, __m512 high) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
-                                    _mm512_set1_epi32(0x7fc00000)); // a NaN stays one
+                                    _mm512_set1_epi32(0x7fc00000)); // NaN stays NaN
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(target + half * 16),
                         _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
   }

@@ -110,7 +110,7 @@ def test_a_prompt_longer_than_what_layers_attend_within_is_prefilled(side: Sched
     assert said(side, asked(side, "within"))["reason"].startswith("no_chunk_cached")
     side.local_chunk = len(PROMPT) - 1
     reason = said(side, asked(side, "beyond"))["reason"]
-    assert reason.startswith("attention_chunk: 100 tokens are more than the 99 within which")
+    assert reason.startswith("attention_chunk: 100 tokens exceed the 99 tokens within which")
 
 
 def test_a_defect_of_the_planner_costs_a_full_prefill(side: SchedulerSide) -> None:

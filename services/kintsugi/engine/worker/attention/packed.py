@@ -19,7 +19,7 @@ from kintsugi.fusor.kernels.native import Instructions, PackedKernel, packed_sup
 logger = init_logger(__name__)
 
 TOLERANCE = 0.03
-"""Maximum difference of attention outputs of unit scale due to bfloat16."""
+"""Maximum difference between attention outputs of unit scale that bfloat16 explains."""
 
 ISA = {Instructions.AMX: "amx", Instructions.AVX512_BF16: "vec", Instructions.AVX512: "vec"}
 """vLLM's name of the cache order that a library reads."""

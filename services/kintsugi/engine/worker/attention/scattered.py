@@ -33,8 +33,8 @@ RUNS_MIN = 16
 
 RUNS_MIN_PACKED = 4
 """Minimum runs for the CPU kernel. The backend's own kernel takes a third more CPU time even for runs of 100
-tokens (with AMX). Fewer runs occur without recomputation (prefix, a gap, question): the backend computes
-these, so that a prompt without recomputed tokens gets the backend's answer to the bit."""
+tokens (with AMX). A blend that recomputes nothing has fewer runs (prefix, a gap, question). The backend
+computes these, so that such a prompt gets exactly the backend's answer."""
 
 
 @dataclass(frozen=True)
