@@ -57,7 +57,7 @@ IDLE_S = 0.001
 STOPS_MAX = 16
 BIASES_MAX = 1024
 _Whole = Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 63)]
-"""A 64-bit integer, the largest that can be serialised on the way to an engine's process."""
+"""The largest integer that can be serialised for an engine's process (64 bits)."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Prompt:
     cache_salt: str | None = None
     """vLLM's `cache_salt`. The connector sets it to the namespace; set it only to test this."""
     top_logprobs: int = 0
-    """Number of most likely tokens whose logprobs are returned at each step, beside the chosen one's."""
+    """Number of most likely tokens whose logprobs are returned at each step, besides the chosen one's."""
     ignore_eos: bool = False
     """Continue after the token that ends a text."""
     forced: Sequence[int] | None = None

@@ -5,9 +5,9 @@ A sampled request makes vLLM compute logprobs that its caller does not get: vLLM
 the caller requested.
 
 A full prefill along a given answer uses no logits processor. Engines would have to load one at start, which
-vLLM refuses with speculative decoding, and its two model runners need two kinds. Instead the prompt is
-prefilled once, and once more with the answer appended: the second pass reads the prompt's blocks from the
-prefix cache, computes only the answer's tokens, and reports their logprobs.
+vLLM refuses with speculative decoding, and each of vLLM's two model runners needs a different kind.
+Instead the prompt is prefilled once, and once more with the answer appended: the second pass reads the
+prompt's blocks from the prefix cache, computes only the answer's tokens, and reports their logprobs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Watcher(Protocol):
         ...
 
     def note_arrival(self, priority: int) -> None:
-        """Stop what would delay a request of this priority that arrives now."""
+        """Stop work that would delay a request of this priority if it arrived now."""
         ...
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt: ...

@@ -169,8 +169,8 @@ def match_content(
     after the prefix, prepared chunks elsewhere; shared chunks where the request's own space has none.
     ``places`` limits the offsets; each maps to the end of the text in which its chunk must lie.
 
-    Cost: one anchor per offset, one batched lookup per copy and space, one blake3 per stored length whose
-    first and last anchor lie that far apart, and one lookup of keys per namespace. Anchors only propose
+    Cost: one anchor per offset, one batched lookup per copy and space, one blake3 per candidate (two
+    anchors that are a stored length apart), and one lookup of keys per namespace. Anchors only propose
     candidates: a candidate matches if the store can deliver the key of the prompt's tokens now.
     """
     anchors = anchors_at_every_offset(prompt_token_ids, space.name_key)

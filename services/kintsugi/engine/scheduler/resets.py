@@ -41,8 +41,8 @@ def give_up_on_reset(pool: BlockPool, give_up: Callable[[int], bool]) -> None:
 
 
 def give_up(states: Iterable[RequestState], others: Iterable[int], num_used: int, has_windows: bool) -> bool:
-    """Make vLLM compute all parked requests in full, if they hold all of the pool's ``num_used`` blocks
-    together with ``others``, the ids of blocks that no request holds. Returns whether they do.
+    """Make vLLM compute all parked requests in full, if all of the pool's ``num_used`` blocks are held
+    by them or are ``others``, the ids of blocks that no request holds. Returns whether this is so.
 
     The worker fails what is in flight. A request whose blend has ended is computed again in the blocks that
     it holds.

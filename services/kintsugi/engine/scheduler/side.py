@@ -271,7 +271,7 @@ class SchedulerSide:
         if match is None:
             if state.accounting is None:
                 if state.params.spans:
-                    # The result is the same whether the lookup ends before or after that blend.
+                    # The result is the same whether the lookup ends before or after the leader's blend.
                     name = self._block_name(request, state, state.params.spans[-1].end)
                     state.leader = state.leader or self.parking.leader_of(name)
                 return None, False
@@ -377,7 +377,7 @@ class SchedulerSide:
             raise NotBlendable("kv_consumer", "this engine receives KV (kv_role) and does not blend itself")
         hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
         end = hits[-1].end if hits else 0
-        # Otherwise it was checked together with its cached chunks.
+        # Otherwise the prompt has been checked, together with its cached chunks.
         if state.job is None and not state.takes_others:
             exact = exact_end(match.spans, state.space, request.all_token_ids)
             check_measured(state, hits, exact)

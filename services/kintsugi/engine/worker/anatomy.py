@@ -55,7 +55,8 @@ def learn_model(model: LoadedModel) -> LoadedModel:
 
 def free_blocks(model: LoadedModel, num_tokens: int) -> tuple[list[int], ...]:
     """Return block tables per cache group, disjoint because groups share memory, without the null block 0. A
-    recurrent group has one block, in every column: vLLM reads the state before a token in its own column."""
+    recurrent group has one block, in every column: vLLM reads the state before a token in that token's
+    column."""
     groups = {layer.group.tables: layer.group for layer in model.layers}
     tables: list[list[int]] = []
     first = 1

@@ -171,7 +171,7 @@ vllm.utils.async_utils: make_async(executor)
 vllm.v1.engine.exceptions: EngineDeadError
 """,
 )
-"""Names that `engine.openai` needs beside `ENGINE_HOOKS`."""
+"""Names that `engine.openai` needs in addition to `ENGINE_HOOKS`."""
 
 ALL_HOOKS = (*HOOKS, *ENGINE_HOOKS, *LOCAL_HOOKS, *FORCING_HOOKS, *OPENAI_HOOKS)
 

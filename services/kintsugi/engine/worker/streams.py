@@ -12,8 +12,8 @@ from kintsugi.store.client.merge import ShardStream
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 
 STORE_SHARE = 0.8
-"""Share of a layer's deadline that the store gets as its own deadline. A store that misses it names the late
-chunk; if the whole deadline passes without an answer, every chunk counts as lost."""
+"""Share of a layer's deadline that the store gets as its own deadline. A store that misses it reports the
+late chunk; if the layer's whole deadline passes without an answer, every chunk counts as lost."""
 
 
 def stream_chunks(

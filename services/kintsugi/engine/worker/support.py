@@ -58,7 +58,7 @@ they store is found only by the same blend."""
 
 
 def find_wrapper(connector: KVConnectorBase_V1) -> str | None:
-    """Return `reason: detail` if a `MultiConnector` creates this connector beside one that could store
+    """Return `reason: detail` if a `MultiConnector` creates this connector together with one that could store
     blended KV as exact, or after one that would see a request before its blocks are renamed; else None.
 
     Call it in the constructor of ``connector``, while the creator's frame is on the stack. There is no other
