@@ -59,7 +59,7 @@ MISTAKES: dict[str, Edit] = {
     "more GPUs than a node has": lambda spec: spec["engines"].update(gpus=16),
     "an argument that vLLM does not have": lambda spec: spec["engines"]["vllm"].update(max_modl_len=512),
     "a port that Ray needs": lambda spec: spec["gateway"].update(httpPort=8265),
-    "a rank more than GPUs": lambda spec: spec["engines"]["vllm"].update(tensor_parallel_size=32),
+    "one rank more than there are GPUs": lambda spec: spec["engines"]["vllm"].update(tensor_parallel_size=32),
 }
 
 
