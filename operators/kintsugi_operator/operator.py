@@ -98,7 +98,7 @@ class OperatorOptions:
 async def operate(
     client: ApiClient, settings: OperatorOptions, session: aiohttp.ClientSession, metrics: OperatorMetrics
 ) -> None:
-    """Watch and reconcile until cancelled. Raises the error that ends a watch or a worker."""
+    """Watch and reconcile until cancelled. Raises the error of a watch or worker that fails."""
     index = Index(settings.namespaces)
     cluster = ApiServer(client, metrics.count_request, index.absorb)
     home, me = settings.lease_namespace, settings.operator
@@ -120,7 +120,7 @@ async def operate(
             queue.add(key)
 
     async def work() -> None:
-        # Before the first lists are complete a look would fail, and be retried much later.
+        # Before the first lists are complete a reconciliation would fail, and be retried much later.
         await watches.wait()
         await queue.run()
 

@@ -47,7 +47,7 @@ SHARDS_MAX = 256
 RAY_VERSION = "2.60.0"
 PORT = {"minimum": 1, "maximum": 65535}
 ROLES = ("engines", "corpora", "store", "gateway", "heads")
-"""Kinds of pods that a spec may add to."""
+"""Roles of the pods that a spec may customise."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Model(ModelSpec, ManifestSettings):
 
 @dataclass(frozen=True)
 class EnginesExpert(EngineExpert, ManifestSettings):
-    """Settings of engines that follow from the evidence, the hardware or the model."""
+    """Rarely needed settings of engines. Their defaults fit the evidence, the hardware and the model."""
 
     NARROWED: ClassVar = {"selector": {"maxLength": 64}}
 
@@ -113,7 +113,8 @@ class Engines(EngineSpec, ManifestSettings):
             "subresource reads and writes it.",
         },
         "replicas_max": {"maximum": 1024},
-        # Only the operator refuses others: a CRD cannot say so of values of any type.
+        # Only the operator rejects other keys: a CRD cannot restrict the keys of a map with values of any
+        # type.
         "vllm": {"keys": VLLM_ARGUMENTS},
     }
 
@@ -131,7 +132,9 @@ class Tier(ManifestSettings):
     """An SSD tier of each shard, on its own volume."""
 
     RULES = (
-        Rule(this.name != "data", "data is the volume that every shard has: choose another name", "name"),
+        Rule(
+            this.name != "data", "data is the name of every shard's own volume: choose another name", "name"
+        ),
     )
 
     name: str = setting(maxLength=20, pattern=TIER)
@@ -146,7 +149,7 @@ class Tier(ManifestSettings):
 class Volumes(ManifestSettings):
     """Volumes for the data and tiers of shards."""
 
-    RULES = (Rule(this.kind == before.kind, "volumes keep their kind: create a new service"),)
+    RULES = (Rule(this.kind == before.kind, "the kind of volumes cannot be changed: create a new service"),)
 
     kind: str = setting("Persistent", enum=["Persistent", "Ephemeral"])
     """`Persistent`: claims that outlive pods and upgrades. `Ephemeral`: volumes that are deleted with their
@@ -197,12 +200,12 @@ class Store(StoreSettings, ManifestSettings):
     """Name of a Secret with ca.crt, tls.crt and tls.key for mutual TLS between shards and their clients;
     empty: plaintext."""
     keys_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """Name of a Secret whose key `keys.json` is a key file of encrypted namespaces (see `kintsugi keys`).
+    """Name of a Secret whose key `keys.json` is a key file for encrypted namespaces (see `kintsugi keys`).
     Engines, gateways and jobs mount it, shards do not; empty: no namespace is encrypted."""
     tokens_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """Name of a Secret with the permissions of clients on shards: `tokens.yaml` holds hashed tokens with
-    their namespaces and verbs, as JSON, `token` the token of engines and gateways, and `corpus-token` that of
-    CorpusPrecomputes. Empty: every client may do everything."""
+    """Name of a Secret with the permissions of clients on shards. Its key `tokens.yaml` holds hashed tokens
+    with their namespaces and verbs, as JSON; `token` is the token of engines and gateways, `corpus-token` the
+    token of CorpusPrecomputes. Empty: every client may do everything."""
     insecure: bool = False
     """Allow a store with neither TLS nor NetworkPolicies: every pod in the cluster may read it."""
     expert: StoreExpertSpec = field(default_factory=StoreExpertSpec)
@@ -313,12 +316,12 @@ class Limits(NamespaceLimits, ManifestSettings):
 
 @dataclass(frozen=True)
 class NamespacePrivacyExpert(PrivacyExpert, ManifestSettings):
-    """Settings that hide from callers of a namespace which chunks its other callers stored."""
+    """Settings that hide which chunks other callers of the same namespace stored."""
 
 
 @dataclass(frozen=True)
 class Privacy(NamespacePrivacy, ManifestSettings):
-    """What answers reveal to callers of a namespace about chunks that others of its callers stored."""
+    """What answers reveal to a caller about chunks that other callers of the same namespace stored."""
 
     expert: NamespacePrivacyExpert = field(default_factory=NamespacePrivacyExpert)
 
@@ -353,8 +356,8 @@ class ServiceExpert(ManifestSettings):
 class BlendServiceSpec(ManifestSettings):
     """A CacheBlend service: a store, engines, a gateway."""
 
-    # This rule is not the gateway's: Kubernetes checks defaults against rules, and the gateway's default
-    # breaks it.
+    # `Gateway` cannot have this rule: Kubernetes checks defaults against rules, and the default gateway
+    # violates it.
     RULES = (
         Rule(
             (this.gateway.tokens_secret != "") | this.gateway.insecure,

@@ -66,8 +66,13 @@ class CorpusPrecomputeSpec(ManifestSettings):
 
     RULES = (
         Rule(this.overlap < this.tokens_max, "overlap must be less than tokensMax", "overlap"),
-        Rule(this.service == before.service, "a corpus keeps its service: create another CorpusPrecompute"),
-        Rule(this.namespace == before.namespace, "a corpus keeps its namespace: create another"),
+        Rule(
+            this.service == before.service,
+            "the service of a corpus cannot be changed: create another CorpusPrecompute",
+        ),
+        Rule(
+            this.namespace == before.namespace, "the namespace of a corpus cannot be changed: create another"
+        ),
     )
 
     service: str = setting(minLength=1, maxLength=63, pattern=NAME)
@@ -89,5 +94,5 @@ class CorpusPrecomputeSpec(ManifestSettings):
     """When to fill the corpus again: cron, five fields, UTC. Empty: once, and again for every new model or
     change of this spec."""
     suspend: bool = False
-    """Stop a running job and start none. Prefilled chunks stay, and the job continues after them later."""
+    """Stop a running job and start no other. Prefilled chunks stay; without `suspend` the job continues."""
     expert: CorpusExpert = field(default_factory=CorpusExpert)

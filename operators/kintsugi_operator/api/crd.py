@@ -75,8 +75,8 @@ SCALES = {
         "labelSelectorPath": ".status.engineSelector",
     }
 }
-"""The scale subresource. With `engines.replicasMax`, it sets the minimum, and Serve scales the engines above
-it."""
+"""The scale subresource. With `engines.replicasMax`, it sets the minimum number of engines, and Ray Serve
+adds more."""
 
 
 def crds() -> dict[str, Schema]:
@@ -88,7 +88,7 @@ def crds() -> dict[str, Schema]:
 
 
 def schema_of(cls: type[Any]) -> Schema:
-    """OpenAPI v3 schema of a dataclass, as a CRD may hold it."""
+    """OpenAPI v3 schema of a dataclass, in the structural form that CRDs require."""
     hints, docs = get_type_hints(cls), descriptions(cls)
     properties: Schema = {}
     required = []
@@ -189,7 +189,7 @@ def _schema_of_annotation(annotation: Any, bounds: Mapping[str, Any]) -> Schema:
         return schema_of(annotation)
     if issubclass(annotation, StrEnum):
         return {"type": "string", "enum": [str(one) for one in annotation], **own}
-    if also := bounds.get("also"):  # of another type, and Kubernetes allows one type, or any
+    if also := bounds.get("also"):  # other types: a Kubernetes schema allows one type or any type
         own["enum"] = [*own["enum"], *also]
         return {"x-kubernetes-preserve-unknown-fields": True, **own}
     names = {str: "string", bool: "boolean", int: "integer", float: "number"}
@@ -197,8 +197,8 @@ def _schema_of_annotation(annotation: Any, bounds: Mapping[str, Any]) -> Schema:
 
 
 def _in_words(schema: Schema) -> Schema:
-    """The schema with a rule in place of each pattern: of a pattern, the API server would print the regular
-    expression, of a rule it prints the message."""
+    """The schema with each pattern replaced by a rule: the API server prints the regular expression of a
+    violated pattern, but the message of a violated rule."""
     told = {key: _in_words_within(key, value) for key, value in schema.items() if key != "pattern"}
     if (pattern := schema.get("pattern")) is not None:
         rule = {"rule": f"self.matches('{pattern}')", "message": pattern.words}

@@ -8,7 +8,7 @@ from kintsugi.core.spaces import NAMESPACE_PATTERN
 SUBDOMAIN = "[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 NAME = Pattern(
     f"^{SUBDOMAIN}$",
-    "must be a name of Kubernetes: lowercase letters, digits, - and . only, with a letter or a digit at both "
+    "must be a Kubernetes name: lowercase letters, digits, - and . only, with a letter or a digit at both "
     "ends and beside each .",
 )
 OPTIONAL_NAME = NAME.or_empty()
@@ -31,7 +31,7 @@ VARIABLE = Pattern(
 )
 MOUNT_PATH = Pattern("^/[^:]*$", "must be an absolute path without a colon")
 QUANTITY = Pattern(
-    "^[0-9]+([.][0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$", "must be a quantity of Kubernetes, such as 16Gi or 500m"
+    "^[0-9]+([.][0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$", "must be a Kubernetes quantity, such as 16Gi or 500m"
 )
 RELEASE = Pattern("^[0-9]+[.][0-9]+[.][0-9]+$", "must be a version of three numbers, such as 2.60.0")
 CRON = Pattern(

@@ -16,8 +16,8 @@ RESERVED_VARIABLES = (
 )
 """Names that the operator, KubeRay or Ray set themselves: writable folders, addresses, sizes."""
 RESERVED_MESSAGE = (
-    "this variable is the operator's or Ray's own: a download's token is model.tokenSecret, "
-    "the KV cache of a CPU engines.vllm.kv_cache_memory_bytes"
+    "the operator or Ray sets this variable: for a download's token set model.tokenSecret, for "
+    "the KV cache of a CPU engine set engines.vllm.kv_cache_memory_bytes"
 )
 _SECURITY = "every pod meets the restricted pod security standard, which this field could violate"
 _PROCESS = "the operator, KubeRay and Ray decide what a pod runs; set image, cpus and memory in spec, or env"
@@ -93,7 +93,7 @@ class PodTemplate(ManifestSettings):
         "initContainers": _PROCESS,
         "restartPolicy": _PROCESS,
         "terminationGracePeriodSeconds": (
-            "the operator sets the time for shards to write back and for requests to finish"
+            "the operator sets it, so that shards can write back and requests can finish"
         ),
         "hostNetwork": _SECURITY,
         "hostPID": _SECURITY,
@@ -120,8 +120,8 @@ class PodTemplate(ManifestSettings):
     tolerations: tuple[Toleration, ...] = setting((), maxItems=32)
     """Taints that the pods tolerate."""
     affinity: Mapping[str, Any] = setting(dict)
-    """Replaces the operator's own preferences, which keep equal pods on different nodes and in different
-    zones."""
+    """Affinity of the pods. It replaces the operator's own, which prefers different nodes and zones for pods
+    of the same role."""
     topology_spread_constraints: tuple[Mapping[str, Any], ...] = setting((), maxItems=8)
     """Rules for spreading pods over nodes and zones."""
     priority_class_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)

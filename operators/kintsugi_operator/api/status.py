@@ -63,7 +63,7 @@ class RolloutStatus(ManifestSettings):
     retiring: tuple[str, ...] = ()
     """Revisions that served earlier. Each is removed after its requests have had time to finish."""
     retiring_since: str = ""
-    """When the last of them stopped serving."""
+    """When the last retiring revision stopped serving."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class BlendServiceStatus(ManifestSettings):
     shards: str = ""
     """Ready and requested shards, such as 2/3."""
     engines: str = ""
-    """Ready and wanted engines of the revision that serves, such as 2/3."""
+    """Ready and requested engines of the revision that serves, such as 2/3."""
     shard_groups: int = 0
     """Number of worker groups in the store, including groups without a shard: KubeRay forgets the pods of a
     group that is removed."""
@@ -95,9 +95,9 @@ class BlendServiceStatus(ManifestSettings):
     engine_replicas: int = 0
     """Engine pods of the revision that serves."""
     engine_selector: str = ""
-    """Labels of those pods, for autoscalers that use the `scale` subresource."""
+    """Label selector of the engine pods, for autoscalers that use the `scale` subresource."""
     model: str = ""
-    """Name of the model that serves."""
+    """Name of the served model."""
     endpoints: Endpoints = field(default_factory=Endpoints)
     rollout: RolloutStatus = field(default_factory=RolloutStatus)
     operator: OperatorStatus = field(default_factory=OperatorStatus)
@@ -126,7 +126,7 @@ class CorpusPrecomputeStatus(ManifestSettings):
     documents_failed: int = 0
     """Number of documents that the last job could not read."""
     chunks: int = 0
-    """Number of chunks of those documents."""
+    """Number of chunks of the documents that the last job read."""
     chunks_failed: int = 0
     """Number of chunks that could not be prefilled or stored."""
     coverage: float | None = None

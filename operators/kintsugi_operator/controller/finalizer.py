@@ -73,8 +73,8 @@ async def _is_removed(cluster: ApiServer, home: str, deployment: str) -> bool:
 
 
 async def _try_release(cluster: ApiServer, live: Manifest, me: OperatorStatus) -> None:
-    """Release one service. After a refusal, retry once with the object as it is stored now: a look that was
-    cancelled during a write leaves an old version in the index."""
+    """Release one service. After a refusal, retry once with the object as it is stored now: a reconciliation
+    that was cancelled during a write leaves an old version in the index."""
     namespace, name = live["metadata"]["namespace"], live["metadata"]["name"]
     try:
         try:

@@ -1,4 +1,4 @@
-"""A cache of the objects that the operator reads: a shelf per kind and watched namespace.
+"""A cache of the objects that the operator reads: a `Shelf` for each kind and watched namespace.
 
 `controller.watch` fills the shelves; readers get copies. Nothing here does I/O, so tests can call the rules
 as functions of lists, events and writes:
@@ -7,9 +7,9 @@ as functions of lists, events and writes:
   bounds memory, and no reader can change another reader's copy.
 - The `resourceVersion`s of one kind are ordered. A shelf has the version that its watch has reached, and the
   version of each object.
-- The result of a write goes onto the shelf (`Index.absorb`), so that the next look does not act on the former
-  state. A result that the watch has already passed is dropped: the object may be deleted by now, and no
-  further event would say so.
+- The result of a write goes onto the shelf (`Index.absorb`), so that the next reconciliation does not act on
+  the former state. A result that the watch has already passed is dropped: the object may be deleted by now,
+  and no further event would say so.
 - A kind that is not served has no objects. A kind that was never listed is unknown, and reading it raises
   `Unavailable`: nothing is decided from a list that is empty only because it was not read.
 """
@@ -61,9 +61,10 @@ KINDS = (
     Watched(CORPUS_PRECOMPUTE, label=""),
     *(Watched(one) for one in OWNED),
     Watched(POD, ignored=("spec",)),
-    # The digest is read, an annotation that KubeRay copies from the RayService, and why pods are refused.
+    # The operator reads two parts: the annotation with the digest that KubeRay copies from the RayService,
+    # and the reason why pods are refused.
     Watched(RAY_CLUSTER, ignored=("spec",), status=("conditions",)),
-    # No object is ours: KubeRay serves the kind since 1.6.
+    # The operator creates no such object. The kind shows that KubeRay is 1.6 or newer.
     Watched(RAY_CRON_JOB),
 )
 
@@ -105,14 +106,14 @@ def version_of(manifest: Manifest) -> int:
 
 
 def keys_of(manifest: Manifest) -> frozenset[ObjectKey]:
-    """Return the keys of our objects that need a look when this object changes."""
+    """Return the keys of our objects to reconcile when this object changes."""
     metadata = manifest["metadata"]
     namespace, kind = metadata["namespace"], manifest["kind"]
     if kind == BLEND_SERVICE.kind:
         return frozenset({ObjectKey(kind, namespace, metadata["name"])})
     if kind == CORPUS_PRECOMPUTE.kind:
         own = ObjectKey(kind, namespace, metadata["name"])
-        # A service that waits for its corpora needs a look at their progress.
+        # A service may be waiting for its corpora, so their progress reconciles it.
         service = str((manifest.get("spec") or {}).get("service") or "")
         return frozenset({own, ObjectKey(BLEND_SERVICE.kind, namespace, service)} if service else {own})
     if corpus := label_of(manifest, LABEL_CORPUS):
@@ -122,7 +123,7 @@ def keys_of(manifest: Manifest) -> frozenset[ObjectKey]:
 
 class Shelf:
     """The objects of one kind, as one watch reported them. Methods that change the shelf return the keys of
-    our objects that need a look."""
+    our objects to reconcile."""
 
     def __init__(self, kind: Watched, namespace: str) -> None:
         """`namespace`: the watched namespace; empty: all."""

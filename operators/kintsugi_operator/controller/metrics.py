@@ -25,9 +25,9 @@ LABELS = ("kind", "namespace", "name")
 
 
 class OperatorMetrics:
-    """Requests and looks of this process; failed looks and conditions by object.
+    """Requests and reconciliations of this process; failed reconciliations and conditions by object.
 
-    A look is one reconciliation of one object. An object's metrics are dropped with the object.
+    An object's metrics are dropped with the object.
     """
 
     def __init__(self) -> None:
@@ -42,17 +42,19 @@ class OperatorMetrics:
             return Counter(f"kintsugi_operator_{name}", text, labels, registry=self.registry)
 
         gauge("leader", "Whether this operator leads").set_function(lambda: self.is_leader)
-        self._waiting = gauge("waiting", "Objects that are queued for a look")
+        self._waiting = gauge("waiting", "Objects that are queued for reconciliation")
         self._requests = counter("requests", "Requests to the API server, except for the Lease", ["verb"])
         for verb in (*READS, *WRITES):
             self._requests.labels(verb)
         self._durations = Histogram(
             "kintsugi_operator_reconcile_seconds",
-            "Duration of a look, which reconciles one object once",
+            "Duration of one reconciliation of one object",
             buckets=BUCKETS_S,
             registry=self.registry,
         )
-        self._failures = counter("reconcile_failures", "Looks at the object that failed", (*LABELS, "error"))
+        self._failures = counter(
+            "reconcile_failures", "Failed reconciliations of the object", (*LABELS, "error")
+        )
         self._conditions = gauge(
             "condition", "1 if the condition is true, 0 if false; absent if unknown", (*LABELS, "condition")
         )

@@ -118,9 +118,9 @@ class Reconciler:
         metrics: OperatorMetrics,
         home: str = "",
     ) -> None:
-        """`reads` answers without a request, and is used at every look. `cluster` takes the writes, and the
-        reads before a decision that cannot be undone. `me`: the owner of the reconciled objects. `home`: the
-        namespace of the operator's own pods."""
+        """`reads` answers without a request, and is used by every reconciliation. `cluster` takes the writes,
+        and the reads before a decision that cannot be undone. `me`: the owner of the reconciled objects.
+        `home`: the namespace of the operator's own pods."""
         self._events = EventRecorder(cluster, clock)
         self._metrics = metrics
         self._owners = Owners(cluster, me, lambda: clock().timestamp())
@@ -134,7 +134,7 @@ class Reconciler:
         help."""
 
     async def service(self, namespace: str, name: str) -> float | None:
-        """Reconcile a BlendService. Returns the seconds until the next look; None if the object is gone."""
+        """Reconcile a BlendService. Returns the seconds until the next call; None if the object is gone."""
         live = await self._reads.get(BLEND_SERVICE, namespace, name)
         if live is None:
             return None
@@ -169,7 +169,7 @@ class Reconciler:
         async def act() -> tuple[Problem, ...]:
             mine = [one for one in owned if not label_of(one, LABEL_CORPUS)]
             problems = await self._apply(result.objects, mine)
-            # What was refused may need the room of what is pruned.
+            # A refused object may need the quota that pruning frees.
             await self._prune(owner, result.objects, mine)
             await self._upgrade(namespace, result)
             return problems
@@ -178,7 +178,7 @@ class Reconciler:
         blending = None if is_in_progress else await self._blending(pods)
         if blending is not None:
             status = replace(status, conditions=(*status.conditions, blending))
-        # What was observed is older than a change of a RayService, so it does not tell about this spec yet.
+        # The observation precedes the change of a RayService, so it does not describe this spec yet.
         is_current = not self._changes_any(result.objects, ray)
         is_done = await self._act_and_report(act(), live, before, status, status, is_current)
         return LATER_S if is_done and is_current and not is_in_progress else SOON_S
@@ -357,8 +357,8 @@ class Reconciler:
         return figures_in(await self._web.fetch(f"http://{host}/api/jobs/{job.job_id}/logs"))
 
     async def _blending(self, pods: Sequence[Manifest]) -> Condition | None:
-        """Whether the service blends, as one of its engines says; None if none says it. All engines follow
-        one report."""
+        """Whether the service blends, as one of its engines reports; None if none reports it. All engines
+        follow one report."""
         engines = [one for one in pods if label_of(one, LABEL_ROLE) == "engine" and is_pod_ready(one)]
         address = next((one["status"]["podIP"] for one in engines if one["status"].get("podIP")), "")
         if not address:
@@ -387,7 +387,7 @@ class Reconciler:
             if step.kept:
                 raise InvalidField("spec.store", step.kept)
             if step.must_replace:
-                # The next look makes it, once no pod waits for it.
+                # The next reconciliation creates it, once no pod waits for it.
                 await self._cluster.delete(CLAIM, metadata["namespace"], metadata["name"])
                 return
         if not self._must_write(one, found):
@@ -439,7 +439,7 @@ class Reconciler:
             logger.info("deleted %s %s/%s", one["kind"], owner.namespace, one["metadata"]["name"])
 
     async def _upgrade(self, namespace: str, result: Desired) -> None:
-        """Update the RayCluster, or else evict pods, which KubeRay makes again from the new templates."""
+        """Update the RayCluster, or else evict pods, which KubeRay recreates from the new templates."""
         if result.cluster_patch is not None:
             patch = result.cluster_patch
             live = await self._cluster.get(RAY_CLUSTER, namespace, patch.cluster) or {}
@@ -459,8 +459,8 @@ class Reconciler:
         conditions: Sequence[Condition] | None = None,
         is_current: bool = True,
     ) -> None:
-        """Write the status if it has changed, and an Event for each change. Without `is_current`, it is still
-        that of the earlier spec, as far as its generation tells. Raises `Refused` if the object has changed
+        """Write the status if it has changed, and an Event for each change. Without `is_current`, its
+        generation stays that of the earlier spec. Raises `Refused` if the object has changed
         since it was read."""
         generation = int(live["metadata"].get("generation", 0)) if is_current else before.observed_generation
         now = self._clock()

@@ -128,7 +128,7 @@ class Watch:
         self._shelf.problem = str(error)
         self._failures += 1
         delay_s = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** (self._failures - 1))
-        # A proxy may cut streams at any time: a watch that can be reopened at once is not worth a warning.
+        # No warning for a watch that can be reopened at once: a proxy may cut streams at any time.
         if self._failures == (1 if self._must_list else 2) or delay_s == BACKOFF_S_MAX:
             logger.warning("%s; next try in %.0f s", error, delay_s)
         return float(delay_s)
@@ -156,5 +156,5 @@ class Watches:
             await one.has_answer.wait()
 
     def _take_served(self) -> None:
-        """Schedule a look at all objects, because any of them may depend on the kind."""
+        """Schedule the reconciliation of all objects, because any of them may depend on the kind."""
         self._on_change(self._index.keys())

@@ -1,5 +1,5 @@
-"""Decides about live claims. A bound claim keeps its volume, whatever the spec says, and the status tells it;
-one that was never bound holds nothing and is made again."""
+"""Decides about live claims. A bound claim keeps its volume, even if the spec differs; the status then says
+so. A claim that was never bound holds nothing and is recreated."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ClaimStep:
     must_replace: bool = False
     """Delete the live claim first: Kubernetes cannot change it into the wanted one."""
     kept: str = ""
-    """Why the live claim stays as it is; empty: it does not."""
+    """Why the live claim stays as it is; empty: it is applied or replaced."""
 
 
 def fit_claim(wanted: Manifest, live: Manifest) -> ClaimStep:
-    """Compare a wanted claim with the live one. The live claim's annotation says what was asked before, so
-    that a default storage class, or a claim that a person has enlarged, is no difference."""
+    """Compare a wanted claim with the live one. The live claim's annotation records the earlier request, so
+    a default storage class, or a claim that a person has enlarged, does not count as a difference."""
     step = ClaimStep(wanted)
     asked, asked_before = digest_of(wanted, ANNOTATION_VOLUME), digest_of(live, ANNOTATION_VOLUME)
     (class_, size), name = asked.split("/"), wanted["metadata"]["name"]

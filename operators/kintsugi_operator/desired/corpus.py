@@ -61,7 +61,7 @@ class CorpusDesired:
     objects: tuple[Manifest, ...]
     status: CorpusPrecomputeStatus
     superfluous: tuple[str, ...] = ()
-    """Names of RayJobs to be deleted: those of former runs, and one that KubeRay must make anew."""
+    """Names of RayJobs to delete: those of former runs, and one that must be recreated."""
 
 
 def basis_of(spec: CorpusPrecomputeSpec, revision: EngineRevision) -> str:
@@ -117,7 +117,7 @@ def plan_corpus(
     elif job.state is not JobState.ABSENT or (target.is_store_ready and not spec.suspend):
         wanted = sign(corpus_job(spec, owner, target.spec, target.revision, digest(run)))
         if _must_replace(job, wanted, spec):
-            gone.add(name)  # the next look makes it
+            gone.add(name)  # the next reconciliation creates it
         else:
             objects.append(wanted)
     return CorpusDesired(
@@ -128,8 +128,8 @@ def plan_corpus(
 
 
 def _must_replace(job: JobView, wanted: Manifest, spec: CorpusPrecomputeSpec) -> bool:
-    """Whether a job's pods must be made again. KubeRay ignores a changed template, and a job that Ray does
-    not have has nothing to lose (`observed.protection`)."""
+    """Whether a job's pods must be recreated. KubeRay ignores a changed template, and a job that never
+    reached Ray has nothing to lose (`observed.protection`)."""
     return (
         job.state is JobState.RUNNING
         and not job.has_begun

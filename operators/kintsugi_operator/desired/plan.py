@@ -199,8 +199,8 @@ def _status(
 
 
 def _engine_count(spec: BlendServiceSpec, observed: Observed, active: str) -> str:
-    """Ready and wanted engines of the active revision. Ray's autoscaler creates a pod for each engine that it
-    wants."""
+    """Ready and requested engines of the active revision. Ray's autoscaler creates a pod for each engine that
+    it wants."""
     wanted = max(spec.engines.replicas, observed.engines.get(active, 0))
     return f"{observed.engines_ready.get(active, 0)}/{wanted}"
 
@@ -237,7 +237,7 @@ def _store_condition(spec: BlendServiceSpec, observed: Observed, ready: int) -> 
 def _not_up(
     type_: str, reason: str, text: str, service: RayServiceView | None, refusal: Refusal | None
 ) -> Condition:
-    """A false condition, with KubeRay's message about a RayService and the refusal that is the reason."""
+    """A false condition, with KubeRay's message about a RayService, and the refusal that caused it."""
     said = (service.message if service is not None else "", refusal.message if refusal is not None else "")
     message = text + "".join(f": {one}" for one in said if one)
     return c.false(type_, refusal.reason if refusal is not None else reason, message)

@@ -42,7 +42,7 @@ def next_step(templates: Sequence[str], head: str, pods: Sequence[StorePod]) -> 
         return ShardStep()
     ready = {pod.shard for pod in pods if pod.is_ready and not pod.is_leaving}
     missing = set(range(len(templates))) - ready
-    # A shard that is not ready is replaced first, because none goes down for it.
+    # A shard that is not ready is replaced first: this takes down no further shard.
     held = sorted((pod for pod in present if pod.shard != HEAD), key=lambda one: one.is_ready)
     chosen = next((pod for pod in held if missing <= {pod.shard}), None)
     if chosen is None:

@@ -112,7 +112,7 @@ def check_corpus(spec: CorpusPrecomputeSpec) -> None:
 def _check_engines(engines: Engines) -> None:
     if quantity(engines.expert.shared_memory) >= quantity(engines.memory):
         raise InvalidField(
-            "spec.engines.expert.sharedMemory", "counts towards memory: make it smaller than that"
+            "spec.engines.expert.sharedMemory", "counts towards memory: make it smaller than memory"
         )
     ranks = engines.vllm.get("tensor_parallel_size", 1)
     if engines.gpus and isinstance(ranks, int) and ranks > engines.gpus:

@@ -1,4 +1,4 @@
-"""Whether a service blends, as an engine's metrics page says it. Pure."""
+"""Whether a service blends, according to an engine's metrics. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kintsugi_operator.observed import conditions as c
 
 PREFIX = "kintsugi_quality_"
 STEP = 10
-"""The number of missing prompts is rounded up to multiples of this, so that few looks write a status."""
+"""The number of missing prompts is rounded up to multiples of this, so that few reconciliations write a
+status."""
 
 
 def describe_blending(page: str) -> Condition | None:

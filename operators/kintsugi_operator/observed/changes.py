@@ -1,5 +1,5 @@
-"""Finds what happened to an object, from its statuses before and after a look. Each change
-becomes an Event.
+"""Finds what happened to an object, from its statuses before and after a reconciliation. Each
+change becomes an Event.
 
 The status is the memory: a restarted operator repeats no Event, and an object at rest has none.
 """

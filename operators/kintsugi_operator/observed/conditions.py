@@ -53,8 +53,8 @@ def false(type_: str, reason: str, message: str) -> Condition:
 def merge_conditions(
     before: Sequence[Condition], after: Sequence[Condition], generation: int, now: datetime
 ) -> tuple[Condition, ...]:
-    """The conditions after a look, each with the time of its last change. Conditions that are missing from
-    `after` stay. `Reconciling` and `Stalled` are derived from the others."""
+    """The conditions after a reconciliation, each with the time of its last change. Conditions that are
+    missing from `after` stay. `Reconciling` and `Stalled` are derived from the others."""
     known = {one.type: one for one in before}
 
     def put(one: Condition) -> None:

@@ -1,7 +1,8 @@
 """Finds out what Kubernetes or KubeRay refuses, so that users need not inspect each pod.
 
-Every kind of refusal has a reason of its own, which the condition and its Event show. What time does not
-heal stalls the object after `PROMPT_S`; what a cluster's autoscaler or a slow start may heal, after `SLOW_S`.
+Every kind of refusal has a reason of its own, which the condition and its Event show. A refusal that
+does not resolve itself stalls the object after `PROMPT_S`, one that a cluster's autoscaler or a slow start
+may resolve after `SLOW_S`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ _MESSAGES = (
     (r"a volume cannot shrink|keeps storage class", "VolumeKept"),
     (r"is invalid|\(422\)", "InvalidObject"),
 )
-"""Patterns of the API server's messages, and the reasons that they are told by."""
+"""Reasons, and patterns of the API server's messages that show them."""
 _UNSCHEDULABLE = (
     (r'persistentvolumeclaim "[^"]*" not found', "ClaimMissing"),
     (r"unbound immediate PersistentVolumeClaims", "VolumeUnbound"),
@@ -147,7 +148,7 @@ def _describe_claim(claim: Manifest, now: datetime) -> Refusal | None:
 def _describe_service(service: Manifest, now: datetime) -> Refusal | None:
     status, name = service.get("status"), service["metadata"]["name"]
     if not status:
-        text = f"KubeRay ignores RayService {name}: does its operator run, and watch this namespace?"
+        text = f"KubeRay ignores RayService {name}: check that its operator runs and watches this namespace"
         return Refusal("KubeRaySilent", text) if _age_s(service, now) >= CREATE_S else None
     for which in ("pendingServiceStatus", "activeServiceStatus"):
         applications = (status.get(which) or {}).get("applicationStatuses") or {}

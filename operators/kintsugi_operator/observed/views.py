@@ -27,7 +27,7 @@ from kintsugi_operator.observed.protection import may_pod_recover, may_service_r
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why something does not come up."""
+    """Why a part of the service does not start."""
 
     reason: str
     """A key of `refusals.STALLS_AFTER_S`."""
@@ -144,7 +144,7 @@ class Observed:
     selected: str = ""
     """The revision that the gateway's Service selects."""
     refusals: Mapping[str, Refusal] = field(default_factory=dict)
-    """Why a part does not come up: of the store under its part, of engines and gateways by revision."""
+    """Why parts do not start: the store by its part, engines and gateways by revision."""
     corpora: tuple[CorpusView, ...] = ()
     home: str = ""
     """Namespace of the operator's own pods; empty: unknown."""

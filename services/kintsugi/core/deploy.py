@@ -55,7 +55,7 @@ RAY_ENVIRONMENT = {
     # in bytes (RAM tiers, vLLM's KV cache), and the kernel, which acts at 100 %, is the limit that Kubernetes
     # and users expect.
     "RAY_memory_monitor_refresh_ms": "0",
-    # With Ray's value of 1000, the kernel would end Kintsugi's processes before the one that uses most
+    # With Ray's value of 1000, the kernel would end Kintsugi's processes before the one that uses the most
     # memory.
     "RAY_worker_oom_score_adjustment": "0",
     # The table of dead actors is read every second (`serving.lost_parts`). Ray's 100,000 would take seconds.
@@ -79,8 +79,8 @@ REQUESTS_MAX = 512
 up to `QUEUED_MAX`."""
 QUEUED_MAX = 4096
 DRAIN_S = 60.0
-"""Time for running requests to finish when an engine or a gateway stops, and for a stopping shard to write
-back data that only RAM holds."""
+"""Time limit for a stopping engine or gateway to finish its requests, and for a stopping shard to write back
+data that only RAM holds."""
 RAMP_S = 60.0
 """Time over which a new, empty shard receives its share of the chunks."""
 SHARD_CPUS = 0.5
@@ -128,7 +128,7 @@ class ModelSpec(Settings):
 
 @dataclass(frozen=True)
 class EngineExpert(Settings):
-    """Settings of engines that follow from the evidence, the hardware or the model."""
+    """Rarely needed settings of engines. Their defaults fit the evidence, the hardware and the model."""
 
     ratio: float | None = setting(None, minimum=0, maximum=1)
     """Share of a prompt's chunk tokens that a blend recomputes, if `quality` is `off`."""
@@ -178,10 +178,11 @@ class EngineSpec(Settings):
     quality: Annotated[str, OFF_IN_YAML] = setting(
         "balanced", enum=["strict", "balanced", "off"], also=[False]
     )
-    """How much a blend may lose against full prefill. Blending starts automatically as soon as measurements
-    on served prompts show a smaller loss. `balanced`: the mean KL is below 0.01 nats (each answer counts at
-    most 0.04), and fewer than 1 answer in 8 is beyond 0.04 or has more than a quarter of its tokens changed.
-    `strict`: a third of both limits. `off`: nothing is tested, and answers may be wrong without notice."""
+    """How much quality a blend may lose against full prefill. Blending starts automatically as soon as
+    measurements on served prompts show a smaller loss. `balanced`: the mean KL is below 0.01 nats (each
+    answer counts at most 0.04), and in fewer than 1 answer in 8 the KL exceeds 0.04 or more than a quarter of
+    its tokens changed. `strict`: a third of both limits. `off`: no test; answers may be wrong without
+    notice."""
     vllm: Mapping[str, Any] = setting(dict, reserved=("model", "kv_transfer_config"))
     """Arguments of `vllm serve` by their own names, such as `max_model_len` or `tool_call_parser`."""
     expert: EngineExpert = field(default_factory=EngineExpert)
@@ -268,8 +269,8 @@ class StoreSpec(StoreSettings):
     tiers: tuple[TierSpec, ...] = ()
     """SSD tiers below RAM, fastest first."""
     data_dir: str = ""
-    """Folder for shards' identities and reports; empty: a shard keeps nothing when it ends. Each shard of a
-    host uses a subfolder of it and of each tier's path."""
+    """Folder for shards' identities and reports; empty: a shard loses both when it ends. Each shard of a
+    host uses a subfolder of this folder and of each tier's path."""
     tls_ca: str = ""
     """PEM file of the authority that signed the certificates of shards, engines and gateways."""
     tls_cert: str = ""
@@ -312,7 +313,7 @@ class GatewaySpecExpert(GatewayExpert):
     audit_dir: str = ""
     """Folder of the gateway's audit log; empty: none is written."""
     data_dir: str = ""
-    """Folder for the chunk texts that the gateway knows; empty: they are lost when it stops."""
+    """Folder for the gateway's cache of chunk texts; empty: the cache is lost when the gateway stops."""
     ledger: str = ""
     """State folder of precompute. Requests may name its corpora, and its documents are found in messages."""
 

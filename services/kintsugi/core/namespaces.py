@@ -184,7 +184,7 @@ class NamespaceLimits(Settings):
     weight: float = setting(1.0, minimum=0.01, maximum=1000)
     """Share of the engines' capacity while namespaces wait, relative to the weights of other namespaces."""
     requests_per_s: float | None = setting(None, minimum=0.01)
-    """Requests per second; a burst may have the requests of two seconds."""
+    """Requests per second; a burst may contain the requests of two seconds."""
     tokens_per_s: float | None = setting(None, minimum=1)
     """Tokens per second in prompts, answers and put chunks."""
     concurrent: int | None = setting(None, minimum=1)
@@ -207,8 +207,8 @@ def bytes_of(gib: float | None) -> float:
 
 @dataclass(frozen=True)
 class PrivacyExpert(Settings):
-    """Settings that hide from callers of a namespace which chunks its other callers stored, and that keep its
-    prompts from being measured."""
+    """Settings that hide which chunks other callers of the same namespace stored, and that exclude its
+    prompts from measurements."""
 
     accounting: bool = True
     """Answers report what was found in the cache. If false, they report it only to callers with the
@@ -222,13 +222,13 @@ class PrivacyExpert(Settings):
     """Lengths of chunks are multiples of this number of tokens; the rest of a text is computed with the
     prompt."""
     learn: bool = True
-    """Engines measure on prompts of the namespace how much blends lose. If false, none of its prompts waits
-    for that, and they are blended only on evidence from a file or from four other namespaces."""
+    """Engines measure on prompts of the namespace how much quality blends lose. If false, its prompts are not
+    measured, and are blended only on evidence from a file or from four other namespaces."""
 
 
 @dataclass(frozen=True)
 class NamespacePrivacy(Settings):
-    """What answers reveal to callers of a namespace about chunks that others of its callers stored."""
+    """What answers reveal to a caller about chunks that other callers of the same namespace stored."""
 
     shared: str = setting("", maxLength=128)
     """A namespace whose chunks requests may use besides their own; empty: none."""
@@ -355,10 +355,10 @@ def _find_longest(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None
 
 
 class NamespaceSums(dict[str, int]):
-    """Amounts by namespace; those of nothing are left out. Not thread-safe.
+    """Amounts by namespace, without those that are zero. Not thread-safe.
 
-    Their sums by account are kept, because a caller may have any number of namespaces in one. They are made
-    anew when the rules have changed."""
+    Their sums by account are kept, because one account may have any number of namespaces. They are recomputed
+    when the rules have changed."""
 
     def __init__(self, amounts: Iterable[tuple[str, int]] = ()) -> None:
         super().__init__(amounts)

@@ -144,7 +144,7 @@ class Rule:
 
 
 class Pattern(str):
-    """A regular expression, anchored at both ends, and what it allows in words, for errors.
+    """A regular expression, anchored at both ends, and a description of the allowed values, for errors.
 
     Without a backslash, it reads the same as CEL and as JSON schema.
     """
@@ -158,7 +158,7 @@ class Pattern(str):
         return made
 
     def or_empty(self) -> Pattern:
-        """The same, and empty text."""
+        """The same pattern, which also allows empty text."""
         return Pattern(f"^({self[1:-1]})?$", f"{self.words}, or empty")
 
 
@@ -178,9 +178,9 @@ def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
     Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (a `Pattern`), minLength,
     maxLength, minItems, maxItems, minProperties, maxProperties, format, and `items`, the bounds of what a
     list or mapping holds. Kintsugi's own: `mapKey`, the field that is unique among a list's items;
-    `reserved`, keys that a mapping must not have; `keys`, the keys that it may have; `also`, what YAML may
-    have in place of a value of `enum`; `after`, the field after which a CRD lists this one; `description`,
-    what a CRD says of the field instead of its docstring.
+    `reserved`, keys that a mapping must not have; `keys`, the keys that it may have; `also`, values of other
+    types that YAML may have in place of one of `enum`; `after`, the field after which a CRD lists this one;
+    `description`, the field's description in a CRD, instead of its docstring.
     """
     if callable(default):
         return field(default_factory=default, metadata=bounds)

@@ -56,7 +56,7 @@ class EngineConfig:
     """Path of a report. None: the store's report for the model's fingerprint."""
 
     report_poll_ms: int = 5_000
-    """Period at which the report is read again: the longest time until a change is noticed."""
+    """Interval at which the report is read again; a change takes effect within this time."""
 
     quality: Annotated[Quality, OFF_IN_YAML] = Quality.BALANCED
     """How much accuracy a blend may lose. `strict`, `balanced`: prompts are blended only after the evidence
@@ -71,12 +71,12 @@ class EngineConfig:
     """Save chunks and blend nothing; no report is read. For precompute workers."""
 
     ratio: float = 0.15
-    """Recompute ratio of requests that name none: the share of the hit tokens that a blend recomputes. This
+    """Recompute ratio of requests without one: the share of the hit tokens that a blend recomputes. This
     and the next two settings apply only while `quality` is off; otherwise the configuration that passed
     applies. A service's shards use this ratio to choose tiers."""
 
     selector: str = SelectorName.HKVD
-    """Selector of requests that name none, while `quality` is off."""
+    """Selector of requests without one, while `quality` is off."""
 
     check_layer: int = 1
     """Layer whose KV deviation is measured, for selectors that use it. The best layer depends on the
@@ -105,7 +105,7 @@ class EngineConfig:
     texts."""
 
     self_test: bool = True
-    """Check at start that a blend equals the engine's own prefill. Off: a defect would go unnoticed."""
+    """Check at start that a blend equals the engine's own prefill. Off: such a defect would go unnoticed."""
 
     def __post_init__(self) -> None:
         for name in ("check_layer", "layer_deadline_ms", "lookup_deadline_ms", "report_poll_ms"):
@@ -140,7 +140,7 @@ class EngineConfig:
 
     @property
     def selection(self) -> Selection:
-        """The selection of requests that name none. Raises `InvalidField`."""
+        """The selection of requests without one. Raises `InvalidField`."""
         return Selection(self.ratio, self.selector, self.check_layer)
 
 

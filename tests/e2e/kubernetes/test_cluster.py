@@ -122,7 +122,10 @@ def test_installing_gives_both_kinds_with_status_and_columns(cluster: Kube, team
         ({"image": ""}, "spec.image"),
         ({"image": "https://registry/x"}, "spec.image"),
         ({"model": {"path": "gpt2"}}, "spec.model.path"),
-        (pods("gateway", env=[{"name": "RAY_ADDRESS", "value": "x"}]), "the operator's or Ray's own"),
+        (
+            pods("gateway", env=[{"name": "RAY_ADDRESS", "value": "x"}]),
+            "the operator or Ray sets this variable",
+        ),
         (pods("gateway", env=[{"name": "A"}, {"name": "A"}]), "env"),
         (pods("engines", env=[{"name": "A", "valueFrom": {}}]), "env[0].valueFrom"),
         (
@@ -146,7 +149,7 @@ def test_the_api_server_refuses_changes_that_volumes_cannot_follow(team: Team) -
     team.make(store={"tiers": [{"name": "nvme", "gib": 10}]})
     with pytest.raises(Refused, match="choose another name"):
         team.make(store={"tiers": [{"name": "data", "gib": 5}]})
-    with pytest.raises(Refused, match="keep their kind"):
+    with pytest.raises(Refused, match="kind of volumes cannot be changed"):
         team.make(store={"expert": {"volumes": {"kind": "Ephemeral"}}})
     with pytest.raises(Refused, match="must start with a letter"):
         team.make("1st")
@@ -165,7 +168,7 @@ def fill(team: Team, **values: Any) -> Manifest:
 
 def test_a_corpus_keeps_its_tenant(team: Team) -> None:
     assert fill(team)["spec"]["tokensMax"] == 512
-    with pytest.raises(Refused, match="keeps its namespace"):
+    with pytest.raises(Refused, match="namespace of a corpus cannot be changed"):
         fill(team, namespace="other")
     with pytest.raises(Refused, match="overlap must be less"):
         fill(team, overlap=512)

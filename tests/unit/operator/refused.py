@@ -210,7 +210,13 @@ CASES = (
     _waiting("a process that crashes", "Crashing", "see its log", "CrashLoopBackOff"),
     _pod("a pod that its node evicted", "Evicted", "disk", {"reason": "Evicted", "message": "disk pressure"}),
     Case("an application that cannot start", "Ready", "DeployFailed", "no module named x", _fail_deployment),
-    Case("KubeRay that does not watch", "Ready", "KubeRaySilent", "does its operator run", _silence_kuberay),
+    Case(
+        "KubeRay that does not watch",
+        "Ready",
+        "KubeRaySilent",
+        "check that its operator runs",
+        _silence_kuberay,
+    ),
     Case(
         "no KubeRay",
         "KubeRayReady",
