@@ -116,7 +116,9 @@ def token(
     *,
     namespace: Annotated[
         list[str] | None,
-        typer.Option("--namespace", "-n", help="Namespace that it may use, or a prefix and *; repeat."),
+        typer.Option(
+            "--namespace", "-n", help="Namespace that the caller may use, or a prefix and *; repeat."
+        ),
     ] = None,
     file: Annotated[Path, typer.Option(help="The gateway's tokens file; created if missing.")],
     verb: Annotated[

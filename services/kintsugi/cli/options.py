@@ -43,8 +43,8 @@ Codec = Annotated[str, typer.Option(help="Codec of chunk KV in the store.")]
 QualityLevel = Annotated[
     Quality,
     typer.Option(
-        help="How much a blend may lose: balanced; strict, a third; off tests nothing, so answers "
-        "may be wrong."
+        help="How much quality a blend may lose: balanced; strict: a third of that; off: no test, so "
+        "answers may be wrong."
     ),
 ]
 SsdTiers = Annotated[list[str] | None, typer.Option(help="SSD tier as FOLDER:SIZE; repeat, fastest first.")]
@@ -163,9 +163,7 @@ class ServeTask:
     ] = None
     quality: Annotated[
         Quality | None,
-        typer.Option(
-            help="How much a blend may lose: balanced (default), strict, or off, which tests nothing."
-        ),
+        typer.Option(help="How much quality a blend may lose: balanced (default), strict, or off: no test."),
     ] = None
     print_config: Annotated[
         bool,
@@ -197,7 +195,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     class OnceLoader(yaml.SafeLoader):
-        """Refuses a name that a mapping has twice, of which PyYAML takes the last."""
+        """Rejects duplicate keys of a mapping, of which PyYAML would use the last."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             names = set()
@@ -214,7 +212,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(encoding="utf-8"), OnceLoader)
     except OSError as error:
         raise NotFound(f"{path} cannot be read ({error.strerror}); name a YAML file") from error
-    except Exception as error:  # PyYAML passes on the errors of conversions, such as a date's
+    except (
+        Exception
+    ) as error:  # PyYAML does not wrap the errors of conversions, such as that of an invalid date
         raise InvalidField("config", f"{path} is not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise InvalidField("config", f"{path} must be a mapping; see docs/howto/serve.md for its keys")

@@ -59,8 +59,8 @@ class EngineFacts:
     progress: Mapping[str, Any] = field(default_factory=dict)
     """The fields of `core.gate.GateProgress`."""
     namespace: str = ""
-    """The caller's namespace whose evidence `blending` and `progress` show; empty: the one that is
-    furthest."""
+    """The caller's namespace whose evidence `blending` and `progress` show; empty: the one with
+    the most progress."""
     learning: Mapping[str, Any] = field(default_factory=dict)
     """`core.exchange.EngineInfo.learning`."""
     version: str = ""
@@ -176,7 +176,7 @@ def ask_service(link: ServiceLink) -> ServiceFacts:
     """Request the facts about a service. Raises `InvalidField` for invalid options; other errors are in the
     result. Unknown fields of the answer are ignored: a later gateway may send more."""
     url = parse_url(link.url)
-    if not (link.api_key.isascii() and link.api_key.isprintable()):  # an error of the client would quote it
+    if not (link.api_key.isascii() and link.api_key.isprintable()):  # the client's error would quote the key
         raise InvalidField("api_key", "must hold visible ASCII characters only; remove a line end")
     headers = {"authorization": f"Bearer {link.api_key}"} if link.api_key else {}
     try:

@@ -26,7 +26,7 @@ SHARD_RAM_BYTES = 4 << 30
 
 
 UNTESTED = {"quality": "off"}
-"""The connector's configuration where nothing is tested."""
+"""The connector's configuration without a test of quality."""
 UNTESTED_NOTE = (
     "Blended without a test (--quality off): nothing shows that these answers are as good as those of full "
     "prefill. Run kintsugi calibrate, and pass its file with --report."

@@ -82,7 +82,7 @@ class Ask(ABC, Generic[Event]):
         self.shows_accounting = True
         """Whether the caller may know what was found in the cache."""
         self.sent_s = 0.0
-        """Time from the request's arrival until it was sent to an engine."""
+        """Seconds from the request's arrival until it was sent to an engine."""
         self.delay_s: float | None = None
         """Delay of every event of the answer; None until it is known."""
 
@@ -129,8 +129,8 @@ class Ask(ABC, Generic[Event]):
         return first_s
 
     async def learn(self) -> None:
-        """Remember the chunks that the request names. Runs beside the answer, from the engine's
-        first item on."""
+        """Remember the chunks that the request names. Runs concurrently with the answer, from the
+        engine's first item on."""
         return
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Ask(ABC, Generic[Event]):
 
     @abstractmethod
     async def find_missed(self) -> Sequence[ToSave]:
-        """Return the chunks some of which the engine may have missed; none if the caller may not store
+        """Return the chunks of which the engine may have missed some; none if the caller may not store
         chunks. Raises `KintsugiError`."""
 
 
@@ -310,8 +310,8 @@ class AnswerPipeline:
 
 @asynccontextmanager
 async def _learn_beside(ask: Ask[Any]) -> AsyncIterator[Callable[[], None]]:
-    """Yield a function that begins `Ask.learn`, once, beside the answer, which must not wait for a disk. On
-    exit the chunks are known, so that the caller's next request may name them."""
+    """Yield a function that starts `Ask.learn` once, concurrently, so that the answer does not wait for a
+    disk. On exit the chunks are known, so the caller's next request may name them."""
     learning: asyncio.Task[None] | None = None
 
     def learn() -> None:

@@ -2,7 +2,7 @@
 
 `Recent` caches answers that many requests need: an engine's description, from which `Spaces` makes chunk
 spaces, and the store's stats. Clients know one key for each chunk; with a context, the store holds a prepared
-chunk and its plain copy (docs/adr/0010), which `Copies` finds, retains and erases together. `Saver` has the
+chunk and its plain copy (docs/adr/0010). `Copies` finds, retains and erases both together. `Saver` has the
 engines save missing chunks: concurrent requests for one chunk share one save, and the number of saves is
 bounded.
 """
@@ -245,7 +245,7 @@ class Copies:
 
     async def _find_missing(self, namespace: str, chunks: Sequence[ToSave]) -> list[ToSave]:
         keys = await self._keys_of(namespace, chunks)
-        # Not `lookup`: the chunks of a shard that does not answer would look missing.
+        # Not `lookup`, which reports the chunks of a shard that does not answer as missing.
         tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
         return [chunk for index, chunk in enumerate(chunks) if None in tiers[index :: len(chunks)]]
 
@@ -281,7 +281,7 @@ def _find_others(
     (manifest,) = store.lookup(space.namespace, [key])
     spaces = {copy.digest for copy in space.copies()} - {manifest.space_digest if manifest else b""}
     if manifest is None or len(spaces) > 1:
-        return []  # not stored, or of a space that is not served now
+        return []  # not stored, or in a chunk space that is not served now
     (digest,) = spaces
     near = store.lookup_anchors(space.namespace, digest, manifest.anchors)
     found: Iterable[ChunkManifest | None]
@@ -389,8 +389,8 @@ class Saver:
         return list(await asyncio.gather(*(asyncio.shield(future) for future in futures)))
 
     def drop_erased(self, namespace: str, keys: Collection[ChunkKey] | None, erased_at_s: float) -> None:
-        """Drop waiting chunks that were requested until ``erased_at_s``; ``keys`` None: all chunks of the
-        namespace and its parts. The store refuses the chunks that an engine is computing."""
+        """Drop waiting chunks that were requested before or at ``erased_at_s``; ``keys`` None: all chunks of
+        the namespace and its parts. The store refuses the chunks that an engine is computing."""
         for one in list(self._saves.values()):
             name, key, _ = one.address
             is_covered = is_within(name, namespace) if keys is None else name == namespace and key in keys
@@ -434,8 +434,8 @@ class Saver:
                     one.future.set_result(saved.get(one) or SaveOutcome(False, problem))
 
     def _wait_for_turn(self, namespace: str, batch: Sequence[_Save]) -> AbstractAsyncContextManager[object]:
-        """Wait in the queue of requests to the engines, if there is one: saves with slots of their own would
-        overtake other namespaces."""
+        """Wait in the queue of requests to the engines, if there is one: with slots of their own, saves would
+        overtake requests of other namespaces."""
         if self._shares.has_places:
             return self._shares.place(namespace, sum(len(one.tokens) for one in batch))
         return self._slots

@@ -1,9 +1,9 @@
 """Erases chunks, documents and namespaces from all places of a service, and writes the receipt.
 
 The steps are: drop waiting saves; let the store delete the chunks and record the erasure, so that it refuses
-earlier saves; forget in the ledger and in this gateway's known texts. Other gateways and engines follow the
-store's record within `FOLLOWED_S`: they forget, and never erase. A failed call returns no receipt, and can be
-repeated.
+earlier saves; delete the chunks from the ledger and from this gateway's known chunks. Other gateways and
+engines follow the store's record within `FOLLOWED_S`: they forget, and never erase. A failed call returns no
+receipt, and can be repeated.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Eraser(Repeating):
         return asked_at_s
 
     def _drop_waiting(self, namespace: str, keys: Collection[ChunkKey] | None, erased_at_s: float) -> None:
-        """Forget chunks that only memory holds, and waiting saves that were requested until
+        """Forget chunks that only memory holds, and waiting saves that were requested before or at
         ``erased_at_s``."""
         self._saver.times.note(namespace, erased_at_s)
         self._saver.drop_erased(namespace, keys, erased_at_s)
@@ -153,7 +153,7 @@ class Eraser(Repeating):
     async def _forget(
         self, namespace: str, keys: Sequence[ChunkKey] | None, asked_at_s: float
     ) -> list[ErasedPlace]:
-        """Forget chunks in the ledger and among the known texts."""
+        """Delete chunks from the ledger and from the known chunks."""
         places: list[ErasedPlace] = []
         async with self._unlearning:
             if self._documents is not None:
@@ -185,7 +185,7 @@ class Eraser(Repeating):
 
 
 def _group(erasures: Iterable[Erasure]) -> Iterator[tuple[str, list[ChunkKey] | None, float]]:
-    """Group erasures by namespace, with the latest time, so that the known texts are rewritten once."""
+    """Group erasures by namespace, with the latest time, so that the known chunks are rewritten once."""
     by_namespace: dict[str, list[Erasure]] = {}
     for erasure in erasures:
         by_namespace.setdefault(erasure.namespace, []).append(erasure)

@@ -44,7 +44,7 @@ class FillConfig:
     sighted_bytes_max: int = 64 << 20
     """Memory for the counts of misses."""
     batch: int = 4
-    """Chunks in one save. A request that arrives meanwhile may wait for them."""
+    """Maximum number of chunks in one save. A request that arrives meanwhile may wait for them."""
     patience_s: float = 30.0
     """Maximum time for which a chunk waits until no answer is being generated."""
     failures_max: int = 3

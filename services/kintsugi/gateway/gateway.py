@@ -269,7 +269,7 @@ class Gateway:
         return gateway
 
     def follow_erasures(self) -> None:
-        """Start to forget the chunks that other gateways erase from the store."""
+        """Start to follow the store's erasures, and forget the chunks that other gateways erase."""
         self._eraser.start()
 
     def rules(self) -> NamespaceRules:

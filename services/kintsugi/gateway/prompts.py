@@ -54,7 +54,7 @@ class GenerateCall:
     """`EngineRequest.measurement`."""
     priority: int = 0
     model: str = ""
-    """A name of the model that must answer; empty: any."""
+    """Name of the model that must answer; empty: any model."""
     request_id: str = field(default_factory=choose_request_id)
     """Id for logs; a caller may use the same id twice."""
     trace: Mapping[str, str] = field(default_factory=dict)

@@ -23,18 +23,18 @@ from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.namespaces import NO_LIMITS, NO_RULES, NamespaceLimits, NamespaceRules
 
 BURST_S = 2.0
-"""A namespace that was idle may use its allowance for this many seconds at once."""
+"""An idle namespace saves up its allowance for at most this many seconds."""
 ACCOUNTS_MAX = 4096
 """Number of namespaces beyond which idle ones are forgotten."""
 QUEUED_MAX = 4096
 """Maximum number of waiting requests. Beyond it, the newest request of the namespace with the longest queue
 for its weight is refused."""
 STALL_S = 5.0
-"""A caller that reads nothing of its answer for this long loses its place."""
+"""Seconds after which a caller that reads nothing of its answer loses its place."""
 RETRY_S_MIN = 1.0
 RETRY_S_MAX = 60.0
 SERVICE_WEIGHT = 0.1
-"""Weight of the newest request in the moving average of the time for which a request holds its place."""
+"""Weight of the newest request in the moving average of the time that a request holds its place."""
 
 
 class Bucket:

@@ -10,11 +10,11 @@ from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.worker import FILLED, PRESENT
 
 DEATHS_MAX = 2
-"""A chunk is given up after this many workers died while it was alone in their batch."""
+"""A chunk is given up after this many workers died while it was the only chunk in their batch."""
 
 
 FULL, FOREIGN = "ResourceExhausted", "ForeignChunkKey"
-"""Errors that every other chunk would meet as well: the store is full, or the engine uses another chunk
+"""Errors that every other chunk would cause as well: the store is full, or the engine uses another chunk
 space."""
 AGAIN = ("Unavailable", "DeadlineExceeded", FULL, FOREIGN)
 """Errors after which a chunk is queued again. An outcome begins with the name of an error class."""

@@ -113,7 +113,7 @@ class Job:
         self._left_out_urls: set[str] = set()
 
     def cancel(self) -> None:
-        """End the job after its running batches. To continue it, run the same job again."""
+        """End the job after its running batches. Running the same job again continues it."""
         self._stop.set()
 
     def run(self) -> Progress:
@@ -185,7 +185,7 @@ class Job:
         for block in self._scan_changed(edition, run, clean):
             self._record_block(edition, run, block)
         for url in self._failed_urls | self._left_out_urls:
-            clean.pop(url, None)  # it is read again in the next run
+            clean.pop(url, None)  # the next run reads the file again
         if self._left_out_urls and not self.progress.documents:
             self._check_failures(final=True)
             raise InvalidField("source", "has no document; " + _list_reasons(self.progress.left_out))
@@ -426,7 +426,7 @@ class Job:
         if settled.foreign:
             raise InvalidField("model", f"the engine's chunk space differs from the job's: {settled.foreign}")
         if settled.retried:
-            self._count_strike(Unavailable(f"the store did not take {settled.retried} chunks"))
+            self._count_strike(Unavailable(f"the store did not accept {settled.retried} chunks"))
             self._look_up([batch.chunks[0].key])
 
     def _count_settled(self, settled: Settled) -> None:

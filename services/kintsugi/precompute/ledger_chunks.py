@@ -1,4 +1,4 @@
-"""The chunks of a ledger: their packed tokens, and the plain copies beside prepared chunks.
+"""The chunks of a ledger: their packed tokens, and the plain copies of prepared chunks.
 
 A ledger lists a prepared chunk once; the key of its plain copy is computed when it is needed.
 """
@@ -21,8 +21,8 @@ _TOKENS_BYTES_MAX = ID_BYTES * TOKENS_MAX
 
 
 def pack_tokens(tokens: bytes) -> bytes:
-    """Compress little-endian u32 tokens as the ledger stores them. Readers pack and workers unpack, so the
-    only driver passes them on unchanged."""
+    """Compress little-endian u32 tokens as the ledger stores them. Readers pack and workers unpack them; the
+    driver passes them on unchanged."""
     return zlib.compress(tokens, 1)
 
 

@@ -21,7 +21,7 @@ from kintsugi.core.deploy import RAY_ENVIRONMENT
 
 LOOPBACK = "127.0.0.1"
 TEMPORARY = Path("/tmp")
-"""Ray's own choice, whatever `TMPDIR` is: paths of sockets have at most 107 characters."""
+"""Ray's default, independent of `TMPDIR`: paths of sockets have at most 107 characters."""
 TOKEN_BYTES = 32
 UNREAD = {
     "RAY_event_stats": "false",

@@ -25,8 +25,8 @@ def ensure_ray(workers: int) -> None:
     """Use the running Ray, or join the one at `$RAY_ADDRESS`, or start one here that listens on loopback
     only.
 
-    A Ray that is started here assumes more CPUs than the machine has: each worker reserves one permanently,
-    and reading needs some as well. Raises `Unavailable` if Ray cannot be joined or started.
+    A Ray that is started here is told of more CPUs than the machine has: each worker reserves one
+    permanently, and reading needs some as well. Raises `Unavailable` if Ray cannot be joined or started.
     """
     import ray
 

@@ -15,17 +15,17 @@ from kintsugi.core.spaces import ChunkKey, token_bytes
 from kintsugi.precompute.ledger_chunks import PendingChunk, pack_tokens
 
 TERMS_MAX = 64
-"""Rarest distinct tokens of a chunk that are searched for. The others hardly change the order, and take most
-of the time."""
+"""Number of a chunk's rarest distinct tokens that are searched for. The other tokens hardly change the order,
+and take most of the time."""
 CANDIDATES = 32
-"""Matches that are examined beyond the number asked for, because copies are left out."""
+"""Number of matches that are examined beyond the requested number, because copies are left out."""
 RUN_TOKENS = 10
 OVERLAP_MAX = 0.1
 """Highest share of a chunk's runs of `RUN_TOKENS` tokens that a similar one may hold: a chunk after its own
 copy is prepared worse than after other text."""
 
 CONTEXT_CHUNKS = 2
-"""Chunks of a context. In measurements, more gained nothing, and one gained less."""
+"""Number of chunks in a context. In measurements, more gained nothing, and a single one gained less."""
 GROUP_CHUNKS = 8
 """Maximum number of chunks that share a context, which is computed once for all of them: a context for each
 chunk would take three times the compute of the chunks."""
@@ -59,7 +59,7 @@ class SimilarChunks:
         self._database.execute("COMMIT")
 
     def most_similar(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """Return the numbers of the `count` most similar chunks, the best first, without those that repeat
+        """Return the numbers of the `count` most similar chunks, the best first, without chunks that repeat
         these tokens or a better match; fewer if there are no more."""
         found = self._database.execute(
             "SELECT rowid, tokens FROM chunk WHERE chunk MATCH ? ORDER BY rank LIMIT ?",
@@ -98,7 +98,7 @@ class SimilarChunks:
         return [int(token) for token in text.split()]
 
     def _rarest(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the tokens that the fewest chunks have, apart from this one alone."""
+        """Return the tokens that the fewest other chunks have, without those that only this chunk has."""
         counts = {
             str(token): self._database.execute("SELECT doc FROM term WHERE term=?", (str(token),)).fetchone()
             for token in set(token_ids)
@@ -117,5 +117,5 @@ def runs_of(token_ids: Sequence[int]) -> set[tuple[int, ...]]:
 
 
 def is_copy(runs: set[tuple[int, ...]], known: set[tuple[int, ...]]) -> bool:
-    """Return whether a chunk with these runs repeats what is known."""
+    """Return whether a chunk with these runs repeats the known ones."""
     return len(runs & known) > OVERLAP_MAX * len(runs)

@@ -53,8 +53,8 @@ class JobSpec:
     context_token_ids: list[int] = field(default_factory=list)
     """Tokens between the prefix and each chunk when it is prefilled, as in the engines' configuration."""
     similar_contexts: bool = False
-    """Prefill chunks after similar passages of the corpus instead of this context. Whoever may read one chunk
-    of the corpus must then be allowed to read all of it."""
+    """Prefill chunks after similar passages of the corpus instead of this context. Then every caller that may
+    read one chunk of the corpus must be allowed to read all of it."""
     plain_copies: bool = True
     """Whether a plain copy of each chunk is stored too, if there is a context. As in the engines'
     configuration."""
@@ -162,7 +162,7 @@ class ModelFacts:
         if prefix is None:
             prefix = list(load_form(folder, vllm_args=spec.engine).head)
         # One token follows the chunk, and one token is generated.
-        # A context of the corpus's own is as long as two of its chunks.
+        # A context of similar passages is as long as two chunks of the corpus.
         own = CONTEXT_CHUNKS * spec.chunking.tokens_max if spec.similar_contexts else 0
         longest = positions - len(prefix) - max(len(spec.context_token_ids), own) - 2
         if spec.chunking.tokens_max > longest:

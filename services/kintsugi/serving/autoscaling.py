@@ -46,7 +46,7 @@ def engines_wanted(load: EngineLoad, queueing_ms_max: float) -> int:
     wanted = load.busy_engines / BUSY_SHARE_MAX
     if load.tokens_per_s > 0:
         wanted = max(wanted, 1e3 * load.waiting_tokens / load.tokens_per_s / queueing_ms_max)
-    # A burst must not multiply the engines before the last ones added have started.
+    # A burst must not multiply the engines before those added last have started.
     engines_max = 2 * max(1, load.engines)
     return max(1, math.ceil(min(wanted, engines_max) - 1e-9))
 

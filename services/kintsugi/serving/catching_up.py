@@ -1,7 +1,7 @@
-"""Applies the erasures that a shard missed, as the other shards recorded them, before clients read from it.
+"""Applies the erasures that a shard missed, from the records of other shards, before clients read from it.
 
 The shard asks every other shard in the map when it starts and when it returns to the map. Every `PERIOD_S` it
-asks some of them, all in turn, because a shard may be in the map and still have missed an erasure. An erasure
+asks the next few of them, because a shard may be in the map and still have missed an erasure. An erasure
 that only some shards have recorded thus reaches all of them in a few periods.
 """
 

@@ -49,7 +49,7 @@ SYSTEM_CPUS = 1
 POLL_S = 0.25
 ASK_TIMEOUT_S = 30.0
 STOP_SLACK_S = 15.0
-"""Time for Serve to kill replicas whose drain time is over, and to report it."""
+"""Time limit for Serve to kill replicas whose drain time is over, and to report it."""
 MESSAGE_CHARS_MAX = 2000
 
 
@@ -224,7 +224,7 @@ class Service:
                 self._end(STORE_APP)
                 serve.shutdown()
             except RayServeException as error:
-                log.info("Serve is not running, so there is nothing to end: %s", error)
+                log.info("Serve is not running, so there is nothing to shut down: %s", error)
             remove_directory()
 
     def _end(self, application: str) -> None:

@@ -2,7 +2,7 @@
 gRPC.
 
 Ray restarts a dead actor on the head node, where it listens on its old port. A restarted directory has no map
-until every shard has had time to report: until then clients keep their map, since a new one would lack
+until every shard has had time to report: until then clients keep their map, since a new map would lack
 shards.
 """
 
@@ -138,7 +138,7 @@ class Membership(ShardDirectory):
         return member.ramps and now_s - member.joined_s < self.ramp_s
 
     def _holds_chunks_of(self, shard_id: str, now_s: float) -> bool:
-        """Whether other shards may hold the chunks that this shard is to own.
+        """Whether other shards may hold the chunks that this shard will own.
 
         They may if some of them have been members for `ramp_s`, and this shard is new, left long ago, or left
         before it owned all its chunks. Shards that start together, or restart, take nothing over.
@@ -183,8 +183,8 @@ class Membership(ShardDirectory):
 
 
 def pause_after(message: bytes) -> float:
-    """Seconds for which a watcher gets no further map: one of 1,000 shards is sent once a second at most,
-    with all changes since."""
+    """Seconds for which a watcher gets no further map: a map of 1,000 shards is sent at most once a second,
+    with all changes since the last one."""
     return len(message) / WATCH_BYTES_PER_S
 
 
@@ -299,10 +299,10 @@ def ensure_directory(store: dict[str, Any]) -> Any:
         get_if_exists=True,
         max_restarts=-1,
         num_cpus=0,
-        # On the head node, because clients of other clusters know its address.
+        # On the head node, whose address clients of other clusters know.
         resources={"node:__internal_head__": 0.001},
     )
-    # The cluster's name: a new directory of this cluster succeeds the former one.
+    # The name is the cluster's, so a new directory of this cluster counts as the former one's successor.
     handle = actor.remote(store, ray.get_runtime_context().gcs_address)
     try:
         ray.get(handle.start.remote(), timeout=START_TIMEOUT_S)
@@ -412,5 +412,5 @@ class Announcer:
             ray.get(self._directory.leave.remote(self._shard_id), timeout=CALL_TIMEOUT_S)
         except RayError as error:
             log.warning(
-                "the directory was not told that this shard leaves (%s); its lease will expire", error
+                "the directory did not confirm that this shard leaves (%s); its lease will expire", error
             )

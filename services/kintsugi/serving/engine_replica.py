@@ -33,7 +33,7 @@ from kintsugi.serving.replica_ports import keep_replica_on_loopback
 log = logging.getLogger(__name__)
 
 STORE_PATIENCE_S = 30.0
-"""How long an engine with a calibration report waits at start for a store that does not answer."""
+"""Seconds that an engine with a calibration report waits at start for a store that does not answer."""
 
 
 def end_with_core() -> None:

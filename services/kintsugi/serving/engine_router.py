@@ -87,7 +87,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         """Give each replica its own rank, the best first."""
         if pending_request is None:
             return [candidate_replicas]
-        # Otherwise Serve retries without a delay while all are full.
+        # Otherwise Serve retries without a delay while all replicas are full.
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}

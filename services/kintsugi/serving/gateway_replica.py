@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 OPEN_FILES_MAX = 1 << 16
 LOST_PERIOD_S = 2.0
-"""Period of looking for lost processes; a look takes some 2 ms."""
+"""Interval between searches for lost processes; a search takes about 2 ms."""
 
 
 def raise_file_limit() -> None:

@@ -1,4 +1,4 @@
-"""Learning: a serving engine measures in idle time how much blends lose on the prompts that it serves.
+"""Learning: a serving engine measures in idle time how much quality blends lose on its prompts.
 
 `quality.stream` decides what is measured and what follows. This module decides when: one answer at a time,
 while no request waits for its first token, with the lowest priority in vLLM's queue, and for at most a share
@@ -50,13 +50,13 @@ BLEND_SHARE = 0.05
 """Maximum share of an engine's time for comparing blended answers with full prefill."""
 REPORT_FILE = "calibration.json"
 SAVED_UP_S = 300.0
-"""Time of the engine that may be saved up for twins: so they start as soon as an answer ends, when the next
-request is furthest."""
+"""Unused engine time that twins may save up. They can then start as soon as an answer ends, when the next
+request is likely to be furthest away."""
 PUBLISH_RETRY_S = 0.5
 FOLLOW_S = 1.0
 """Interval between reads of the store's erasures."""
 PACE_PROMPTS = 16
-"""Number of the latest measured prompts that the pace is estimated from."""
+"""Number of the latest measured prompts from which the pace is estimated."""
 
 
 class _EngineTwins:
@@ -190,8 +190,8 @@ class Learning:
             await asyncio.sleep(FOLLOW_S)
 
     def describe(self, info: EngineInfo) -> EngineInfo:
-        """Add to an engine's description what was measured, what failed last, and about how long the rest
-        takes."""
+        """Add to an engine's description what was measured, what failed last, and an estimate of the
+        remaining time."""
         counts = dataclasses.asdict(self.stream.counts)
         dropped = {label_of_band(band): number for band, number in self.stream.counts.dropped.items()}
         failure = self._failure or self._keeper.failure
@@ -232,12 +232,12 @@ class LearningMetrics(Collector):
             ("interrupted", "Twins that ended because a request arrived; they run again"),
             ("audited", "Stored chunks that were prefilled again and compared"),
             ("damaged", "Compared chunks that were damaged and were deleted"),
-            ("closings", "Times that this engine turned blending off"),
+            ("closings", "Number of times that this engine turned blending off"),
         ):
             yield CounterMetricFamily(f"kintsugi_quality_{name}", about, value=getattr(self._counts, name))
         dropped = CounterMetricFamily(
             "kintsugi_quality_dropped",
-            "Answers that waited too long for their twin or were erased, by the length of their prompts",
+            "Answers whose comparison was dropped: it waited too long or was erased, by prompt length",
             labels=["prompt_tokens"],
         )
         for band, number in sorted(self._counts.dropped.items()):
@@ -245,15 +245,17 @@ class LearningMetrics(Collector):
         yield dropped
         progress = self._progress()
         yield GaugeMetricFamily(
-            "kintsugi_quality_open", "Whether blending is open", value=float(progress.state == "open")
+            "kintsugi_quality_open",
+            "1 if blending is on, 0 if it is off",
+            value=float(progress.state == "open"),
         )
         for name, about in (
-            ("cost", "Share of a full prefill's work of the open configuration"),
-            ("loss", "Mean loss of the configuration that is open, or that is measured"),
-            ("loss_upper", "95 % upper bound of the open configuration's mean loss"),
+            ("cost", "Cost of the configuration that blends use, as a share of a full prefill's work"),
+            ("loss", "Mean loss of the configuration that blends use, or else of the measured one"),
+            ("loss_upper", "95 % upper bound of the mean loss of the configuration that blends use"),
             ("loss_max", "Limit of the mean loss"),
-            ("kl", "Mean KL of the open configuration, in nats"),
-            ("changed", "Mean share of changed tokens of the open configuration"),
+            ("kl", "Mean KL of the configuration that blends use, in nats"),
+            ("changed", "Mean share of changed tokens of the configuration that blends use"),
             ("pairs_missing", "Estimated number of further prompts until the next configuration passes"),
         ):
             value = getattr(progress, name)

@@ -72,7 +72,7 @@ class LostParts:
             return tuple(self._losses)
 
     def find_new(self) -> list[LostPart]:
-        """Look for losses, and return those that were not known. Blocks for some milliseconds. Raises
+        """Look for losses, and return the new ones. Blocks for some milliseconds. Raises
         `Unavailable` if Ray does not answer."""
         from ray._private.state import state
         from ray.exceptions import RayError
@@ -99,7 +99,7 @@ class LostParts:
             if reason is LossReason.KILLED and has_kernel_killed:
                 reason = LossReason.KERNEL_MEMORY
             is_dead = actor["State"] == "DEAD"
-            # A restarted actor's process is the new one, and its start the first one.
+            # For a restarted actor, the table has the new process, but the time of the first start.
             at_ms = actor["EndTime"] if is_dead else actor["Timestamp"]
             found.append(LostPart(part, actor["Pid"] if is_dead else 0, at_ms / 1e3, reason))
         self._seen = dict.fromkeys(lost)

@@ -29,7 +29,7 @@ class RayBackend(EngineBackend):
     """Calls engines through a `DeploymentHandle`."""
 
     def __init__(self, handle: Any, lost: LostParts | None = None) -> None:
-        """``lost``: watched by its owner; None: nothing is watched."""
+        """``lost``: its owner updates it; None: losses are not watched."""
         self._handle = handle
         self._lost = LostParts() if lost is None else lost
         self._streams = handle.options(stream=True)

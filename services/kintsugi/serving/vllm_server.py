@@ -126,7 +126,7 @@ def _specify(vllm_config: Any) -> AsyncSpec:
     if vllm_config.scheduler_config.policy != "priority":
         raise InvalidField(
             "scheduling-policy",
-            "what is measured must wait for all requests: add --scheduling-policy priority",
+            "measurements must yield to all requests: add --scheduling-policy priority",
         )
     if not transfer.kv_connector_extra_config.get("audits"):
         raise InvalidField(

@@ -188,7 +188,7 @@ def test_a_damaged_backup_restores_nothing(tmp_path: Path, backup: Path) -> None
 def test_nothing_is_overwritten(tmp_path: Path, backup: Path) -> None:
     used = folders(tmp_path / "used")
     result = kintsugi("restore", backup, *used)
-    assert (result.exit_code, "exists; stop its owner" in result.output) == (2, True)
+    assert (result.exit_code, "exists; stop the process" in result.output) == (2, True)
     result = kintsugi("backup", backup, *used)
     assert (result.exit_code, "name a new folder" in result.output) == (2, True)
 

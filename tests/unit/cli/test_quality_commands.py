@@ -189,7 +189,7 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
         ({"answer": "never"}, (), "rarely right"),
         ({}, ("--store", "ram://here"), "exists only in this process"),
         ({}, ("--engine", "{"), "engine: is not JSON"),
-        ({}, ("--quality", "off"), "off tests nothing; name balanced or strict"),
+        ({}, ("--quality", "off"), "off tests nothing; choose balanced or strict"),
         ({}, ("--minutes", "0"), "minutes: 0 must be above 0"),
     ],
 )

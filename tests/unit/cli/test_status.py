@@ -200,7 +200,10 @@ def test_versions_that_differ_are_advised_on() -> None:
 def test_a_token_that_sees_little_is_said() -> None:
     tenant = dataclasses.replace(HEALTHY, has_tokens=True, store=None, answers=None)
     told = dict(describe_status(tenant).runs)
-    assert told["token"] == "anyone: generate in *; shards and answers need the verb admin in *"
+    assert (
+        told["token"]
+        == "anyone: generate in *; to see shards and answers, the token needs the verb admin in *"
+    )
     assert {"store", "answers"}.isdisjoint(told)
 
 

@@ -1,6 +1,6 @@
-"""`kintsugi backup` and `kintsugi restore`: what cannot be computed again.
+"""`kintsugi backup` and `kintsugi restore`: copy and restore the data that cannot be recomputed.
 
-That is the ledger of precompute, the texts that a gateway knows, and the reports of shards. Files are copied
+This is the ledger of precompute, a gateway's chunk texts, and the reports of shards. Files are copied
 while their owners run: SQLite and LMDB provide consistent copies. Chunk KV is not part of a backup. It is a
 cache, and a precompute job fills it again from the ledger's sources. Erasures made since the backup are
 repeated in the restored files.
@@ -39,7 +39,7 @@ from kintsugi.store.shard.erasure import Erasures, scopes_of
 BACKUP_VERSION = 1
 INDEX = "backup.json"
 UNSURE_S = 600.0
-"""An erasure requested up to this long before a backup may have reached the files only after the backup."""
+"""An erasure requested less than this before a backup may have reached the files only after the backup."""
 _LEDGER = "state/ledger.sqlite"
 _TEXTS = "gateway/chunks.sqlite"
 
@@ -50,12 +50,12 @@ class BackedUpFolders:
 
     state: Annotated[Path | None, typer.Option(help="State folder of precompute, with its ledger.")] = None
     gateway_data: Annotated[
-        Path | None, typer.Option(help="The gateway's data_dir, with the texts that it knows.")
+        Path | None, typer.Option(help="The gateway's data_dir, with its chunk texts.")
     ] = None
     shard_data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A shard's data folder, with its reports. Repeat the option for several, in the same order."
+            help="A shard's data folder, with its reports; repeat. Restore with the backup's order."
         ),
     ] = None
 
@@ -84,7 +84,7 @@ def backup(
     *,
     folders: BackedUpFolders,
 ) -> None:
-    """Back up ledger, known texts and reports while their owners run; chunk KV is left out."""
+    """Back up ledger, chunk texts and reports while their processes run, without chunk KV."""
     with screen.step("Backing up"):
         names = back_up(folders.files(), target)
     document = {"target": str(target), "files": names}
@@ -109,7 +109,7 @@ def restore(
     with screen.step("Restoring"):
         names, erased = restore_files(folders, source, store)
     if store is None and not any((folder / "erasures").is_dir() for folder in folders.shards):
-        screen.note("unknown erasures since the backup were not repeated; name the store with --store")
+        screen.note("erasures since the backup that only shards recorded were not repeated; pass --store URL")
     document = {"source": str(source), "files": names, "erasures": erased}
     screen.show(document, f"{len(names)} files restored from {source}, {erased} erasures repeated")
 
@@ -160,9 +160,11 @@ def restore_files(folders: BackedUpFolders, source: Path, store: str | None) -> 
     paths = folders.files()
     for name, digest in digests.items():
         if name not in paths:
-            raise InvalidField("source", f"{name} has no destination; name its folder, too")
+            raise InvalidField("source", f"{name} has no destination; pass its folder, too")
         if paths[name].exists():
-            raise InvalidField("source", f"{paths[name]} exists; stop its owner and move the file away")
+            raise InvalidField(
+                "source", f"{paths[name]} exists; stop the process that uses it, and move the file away"
+            )
         if not (source / name).is_file() or _digest(source / name) != digest:
             raise Corrupted(f"{source / name} does not match its digest; use another backup")
     erasures = find_erasures(store, folders.shards, made_at_s)
@@ -291,4 +293,6 @@ def _translate_errors(where: Path) -> Iterator[None]:
     except (sqlite3.Error, lmdb.Error) as error:
         raise Corrupted(f"a database cannot be copied ({error}); see the log of its owner") from error
     except OSError as error:
-        raise Unavailable(f"{where} cannot be written ({error}); free some space, or name another") from error
+        raise Unavailable(
+            f"{where} cannot be written ({error}); free some space, or name another folder"
+        ) from error

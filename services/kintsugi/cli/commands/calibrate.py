@@ -36,14 +36,14 @@ ERROR_SHOWN = 0.05
 
 def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     """Calibrate and write the report. Returns `NOT_BLENDABLE` if no configuration passes; its evidence is
-    kept all the same."""
+    saved anyway."""
     prepare_model(screen, task.model)
     arguments = parse_engine_arguments(task.engine)
     if task.minutes is not None and not task.minutes > 0:
         raise InvalidField("minutes", f"{task.minutes:g} must be above 0")
     quality = Quality(task.quality)
     if quality is Quality.OFF:
-        raise InvalidField("quality", "off tests nothing; name balanced or strict")
+        raise InvalidField("quality", "off tests nothing; choose balanced or strict")
     _check_destination(task)
     given = None if task.questions is None else read_questions(task.questions)
     with screen.step("Reading the tokenizer"):
@@ -93,11 +93,11 @@ def _keep_report(screen: Screen, task: CalibrateTask, report: Report) -> None:
 
 
 def _keep_so_far(screen: Screen, task: CalibrateTask, report: Report) -> None:
-    """Keep the report of a calibration that runs, which may be killed."""
+    """Save the report of an unfinished calibration, so that a kill does not lose it."""
     try:
         _save(task, report)
     except KintsugiError as error:
-        screen.note(f"kintsugi: warning: the evidence so far is not kept: {error}")
+        screen.note(f"kintsugi: warning: the evidence so far was not saved: {error}")
 
 
 def _save(task: CalibrateTask, report: Report) -> None:

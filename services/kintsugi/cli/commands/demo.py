@@ -47,8 +47,8 @@ BLEND = KintsugiParams(NAMESPACE, ratio=0.12, selector=SelectorName.QUERY)
 """The demo's blend, on every model."""
 
 NO_REPORT_NOTE = (
-    "The demo tests nothing before it blends. A service does: it blends only what it has measured to lose "
-    "little, on the prompts that it serves."
+    "The demo blends without a test. A service first measures on its own prompts how much quality blending "
+    "loses, and blends only where the loss is small."
 )
 OWN_DOCUMENTS = "Ten minutes, on your own documents: docs/howto/own-documents.md"
 OTHER_MODEL_NOTE = f"The question was chosen by the answers of {REFERENCE.title}, not of this model."

@@ -22,7 +22,9 @@ def create(screen: Screen, namespace: Namespace, file: File) -> None:
     """Create keys for a namespace, whose new chunks are then encrypted. A missing file is created."""
     keys = key_file.create_keys(file, namespace)
     _show(screen, namespace, keys.newest_id, ())
-    screen.note("chunks stored before are no longer found; delete them, or wait until they are evicted")
+    screen.note(
+        "chunks stored without these keys are no longer found; delete them, or wait for their eviction"
+    )
 
 
 @command(app)

@@ -90,7 +90,7 @@ class CorpusOptions:
         """Return the job for these documents; ``options`` are further fields of `JobSpec`. Raises
         `InvalidField`."""
         engine = options.get("engine", {})
-        prefix = None  # that of the model's default form
+        prefix = None  # the default form's prefix
         if self.system is not None or self.form is not FormName.AUTO:
             from kintsugi.quality.session import load_form_behind  # its imports are slow
 
@@ -138,9 +138,12 @@ def run(
     errors_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of documents that may fail without failing the job.")
     ] = 0.05,
-    replace_model: Annotated[bool, typer.Option(help="Fill for a new model; keep the old chunks.")] = False,
+    replace_model: Annotated[
+        bool, typer.Option(help="Prefill for a new model; keep the old model's chunks.")
+    ] = False,
     retire: Annotated[
-        bool, typer.Option("--retire", help="Then delete chunks of models that earlier runs replaced.")
+        bool,
+        typer.Option("--retire", help="After the run, delete chunks of models that earlier runs replaced."),
     ] = False,
     engine: EngineArguments = "{}",
     dry_run: Annotated[

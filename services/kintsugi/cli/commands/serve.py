@@ -92,7 +92,8 @@ def _replace_given(settings: T, **options: Any) -> T:
 
 
 def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
-    """Apply the options of the store. Without a data folder, identities are kept on the first SSD tier."""
+    """Apply the options of the store. Without a data folder, shards store their identities on the first SSD
+    tier."""
     store = _replace_given(store, shards=task.shards)
     if task.ram is not None:
         store = dataclasses.replace(store, ram_gib=parse_size(task.ram) / GIB)
@@ -277,10 +278,10 @@ def _report_ready(screen: Screen, service: Service) -> str:
 
 
 PAIRS_SHOWN = 10
-"""Measured prompts between two reports."""
+"""Number of measured prompts between two reports."""
 LOST_PERIOD_S = 1.0
 INFO_TIMEOUT_S = 2.0
-"""A lost process is reported within 5 s, though no engine answers."""
+"""Short, so that a lost process is reported within 5 s even if no engine answers."""
 
 
 class ServiceMonitor:
@@ -317,7 +318,7 @@ class ServiceMonitor:
         if self._clock() - self._looked_s < LOST_PERIOD_S:
             return
         self._looked_s = self._clock()
-        with suppress(Unavailable):  # the next look tries again; `_poll_replicas` reports it
+        with suppress(Unavailable):  # the next poll tries again; `_poll_replicas` reports it
             for lost in self._service.lost.find_new():
                 self._screen.show_event("lost", str(lost), **dataclasses.asdict(lost))
 
@@ -337,7 +338,7 @@ class ServiceMonitor:
             self._unhealthy[one.deployment] = state
 
     def _check_blending(self, info: EngineInfo) -> None:
-        """Report what the evidence about blends allows, at changes and every `PAIRS_SHOWN` prompts."""
+        """Report which blends the evidence permits, when this changes and every `PAIRS_SHOWN` prompts."""
         progress = info.progress
         said = progress.state, progress.cost, progress.pairs // PAIRS_SHOWN
         if said != self._said and self._said is not None:

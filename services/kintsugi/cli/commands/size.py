@@ -112,7 +112,7 @@ def size(
         float, typer.Option(help="Peak TFLOP/s of an engine's devices. Ignored if a rate is given.")
     ] = 989.0,
     requests_per_s: Annotated[
-        float | None, typer.Option(help="Peak rate of requests; adds the fleet that answers them.")
+        float | None, typer.Option(help="Peak requests per second; also prints the fleet that serves them.")
     ] = None,
 ) -> None:
     """Compute the RAM and SSD that a corpus needs, the network speed above which blending pays, and the pods
@@ -179,7 +179,7 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def render_fleet(console: Console, document: Mapping[str, Any]) -> None:
-    """Print what answers the rate of requests, for each codec with which a blend is faster."""
+    """Print the fleet that serves the rate of requests, for each codec with which a blend is faster."""
     table = make_figures_table(FLEET_HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in document["codecs"]:
         if row["pays"]:
@@ -192,8 +192,8 @@ def render_fleet(console: Console, document: Mapping[str, Any]) -> None:
             )
     console.print(table)
     console.print(
-        f"For {document['requests_per_s']:g} requests/s that all hit, with engines, gateways and links busy "
-        f"{LOAD:.0%} of the time. in, out: mean Gbit/s. Engines for prefill alone: add those for decoding.",
+        f"For {document['requests_per_s']:g} requests/s whose chunks all hit, with engines, gateways and "
+        f"links busy {LOAD:.0%} of the time. in, out: mean Gbit/s. The engines only prefill: add more for decoding.",
         style="dim",
     )
 

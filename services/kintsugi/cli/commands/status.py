@@ -52,7 +52,7 @@ _NEXT = {
 _BLENDING_OFF = {
     "learning": "send prompts with pauses: engines measure in idle time how much blends lose; or "
     "decide on questions of your own: kintsugi calibrate --model MODEL --questions FILE --store URL",
-    "closed": "read the engines' log: served blends or stored chunks were found wrong; engines measure anew",
+    "closed": "read the engines' log: checks found wrong blends or stored chunks; engines measure again",
     "weights_changed": "restart the engines: their weights changed while they ran",
 }
 _BLENDING_OFF_ELSE = "find out why: kintsugi doctor --model MODEL"
@@ -241,7 +241,9 @@ def _describe_caller(facts: ServiceFacts) -> str:
     caller = facts.caller
     if not facts.has_tokens or caller is None:
         return "none needed: every client that can connect may call the gateway"
-    hidden = "" if facts.store is not None else "; shards and answers need the verb admin in *"
+    hidden = (
+        "" if facts.store is not None else "; to see shards and answers, the token needs the verb admin in *"
+    )
     return f"{caller.name}: {', '.join(caller.verbs)} in {', '.join(caller.namespaces)}{hidden}"
 
 

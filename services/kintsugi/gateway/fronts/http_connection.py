@@ -41,7 +41,7 @@ class Connections:
         # Dictionaries are used as ordered sets, the oldest first.
         self._strangers: dict[BoundedConnection, None] = {}
         self._asking: dict[BoundedConnection, None] = {}
-        """Strangers whose head has arrived."""
+        """Connections without an authenticated caller whose head has arrived."""
         self._callers: dict[BoundedConnection, None] = {}
 
     def add(self, connection: BoundedConnection) -> None:

@@ -122,7 +122,7 @@ def parse_openai_call(
 
 
 def _take_chunks(path: str, body: dict[str, Any], chunks: _Chunks) -> None:
-    """Find the chunks of a body, and remove their marks. Raises `InvalidField`, also for fields that need a
+    """Find the chunks in a body, and remove their marks. Raises `InvalidField`, also for fields that need a
     stored answer."""
     if path == CHAT_PATH:
         if body.get("documents") is not None:

@@ -182,8 +182,8 @@ def describe_caller(caller: Caller) -> dict[str, Any]:
 
 
 async def _describe_engines(gateway: Gateway, namespace: str) -> dict[str, Any]:
-    """Describe one engine; all serve the same model. ``namespace``: whose evidence is shown; empty: that of
-    the one that is furthest."""
+    """Describe one engine; all serve the same model. ``namespace``: whose evidence is shown; empty: that
+    with the most progress."""
     recent = gateway.recent_info
     if namespace:
         recent = Recent(lambda: gateway.backend.info(namespace), "no engine answered")

@@ -88,7 +88,7 @@ SELECT namespace, max(1.0 * chunks / ?, 1.0 * tokens / ?) AS held FROM (
 ORDER BY held DESC LIMIT 1
 """
 _USED_MAX = 1 << 62
-"""A larger number is damage, and would leave no numbers for later uses."""
+"""A larger number in the column is damage, and would leave no numbers for later uses."""
 _LAST_USED = "SELECT ifnull(max(used), 0) FROM chunk WHERE typeof(used) = 'integer' AND used < ?"
 _DELETE_OLDEST = """
 DELETE FROM chunk WHERE id = (SELECT id FROM chunk WHERE namespace = ? ORDER BY used LIMIT 1)
@@ -187,7 +187,7 @@ class ChunkTable:
         removed: list[Removed] = []
         with self._writes.transaction() as db:
             if keys is None:
-                # As the file has them: the row of a damaged key is deleted, too.
+                # Keys as stored in the file, so that the row of a damaged key is deleted, too.
                 rows = db.execute("SELECT key FROM chunk WHERE namespace = ?", (namespace,)).fetchall()
                 digests = {digest for (digest,) in rows}
             else:

@@ -47,7 +47,7 @@ _MULTIPLIERS = (
 """Odd numbers: one for characters, and one for each doubling of the width. Stored hashes depend on them."""
 _FILTER_SLOTS_MIN = 1 << 10
 _SLOTS_PER_WINDOW = 16
-"""One offset in sixteen is a false positive."""
+"""Slots of the filter per window: about one offset in sixteen is a false positive."""
 
 _STORED = struct.Struct("<QI16sQ")
 

@@ -32,8 +32,8 @@ PARQUET_ROWS = 64
 PARQUET_BUFFER_BYTES = 8 << 20
 """Columns are read in buffers of this size: a row group need not fit into memory."""
 PARQUET_EXPANSION_MAX = 1_000
-"""Maximum number of characters per byte of a file, not counting one document: a kilobyte of Parquet can
-expand to a billion rows."""
+"""Maximum number of characters per byte of a file, beyond the size of one document: a kilobyte of Parquet
+can expand to a billion rows."""
 ROW_CHARS = 100
 """Characters that each row is charged against the limit, in addition to its text."""
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)

@@ -186,7 +186,7 @@ class _Parser:
                 except BrokenPipeError:
                     continue
         try:
-            # A process that is ending has a status that tells the reason; wait for it briefly.
+            # Wait briefly for a process that is ending: its exit status is the reason.
             self._process.wait(1.0 if self._process.poll() is None else None)
         except subprocess.TimeoutExpired:
             self._process.kill()
