@@ -263,7 +263,7 @@ COMMENTS = {
     "model.path": "If empty, `name` must be a hub name.",
     "network.clientNamespaces": "If set, and with `test.enabled`, the release's namespace may call it, too.",
     "gateway.tlsSecret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
-    "gateway.tokensSecret": "If empty, without `insecure`: a job makes one, for `test.namespace`.",
+    "gateway.tokensSecret": "Empty, without `insecure`: a job creates the Secret, for `test.namespace`.",
 }
 """Additional comments for values with which the chart does more than the operator."""
 

@@ -95,7 +95,7 @@ class EnginesExpert(EngineExpert, ManifestSettings):
     NARROWED: ClassVar = {"selector": {"maxLength": 64}}
 
     gpu_resource: str = setting("nvidia.com/gpu", pattern=RESOURCE, maxLength=253)
-    """Name of the resource by which Kubernetes counts GPUs."""
+    """Name of the extended resource that counts GPUs in Kubernetes."""
     shared_memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32)
     """Size of /dev/shm, which holds Ray's objects. It counts towards `memory`."""
     scratch: str = setting("20Gi", pattern=QUANTITY, maxLength=32)
@@ -300,7 +300,7 @@ class Network(ManifestSettings):
     """NetworkPolicies, which deny all traffic of the service's pods except what these fields allow."""
 
     policies: bool = True
-    """Make NetworkPolicies."""
+    """Create NetworkPolicies."""
     client_namespaces: tuple[str, ...] = setting((), maxItems=64, items={"pattern": LABEL, "maxLength": 63})
     """Kubernetes namespaces whose pods may call the gateway; empty: every client that reaches it."""
     monitoring_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)

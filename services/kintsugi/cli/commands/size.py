@@ -193,7 +193,7 @@ def render_fleet(console: Console, document: Mapping[str, Any]) -> None:
     console.print(table)
     console.print(
         f"For {document['requests_per_s']:g} requests/s whose chunks all hit, with engines, gateways and "
-        f"links busy {LOAD:.0%} of the time. in, out: mean Gbit/s. The engines only prefill: add more for decoding.",
+        f"links busy {LOAD:.0%} of the time. in, out: mean Gbit/s. Engines only prefill: add more to decode.",
         style="dim",
     )
 
