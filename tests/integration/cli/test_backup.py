@@ -165,7 +165,7 @@ def test_nothing_is_restored_while_the_store_does_not_say_what_was_erased(
 
 
 def test_a_restore_that_nobody_tells_of_erasures_says_so(tmp_path: Path, backup: Path) -> None:
-    assert "name the store with --store" in kintsugi("restore", backup, *folders(tmp_path / "fresh")).output
+    assert "pass --store URL" in kintsugi("restore", backup, *folders(tmp_path / "fresh")).output
 
 
 def test_files_of_a_backup_are_for_their_owner_alone(tmp_path: Path, backup: Path) -> None:

@@ -107,7 +107,7 @@ def test_whatever_keeps_a_gateway_from_answering_there_is_something_to_do(contac
     ("blending", "word"),
     [
         ("learning: 3 of about 40 prompts were measured", "kintsugi calibrate"),
-        ("closed: prompts of 1 to 512 tokens: 3 of about 40", "were found wrong"),
+        ("closed: prompts of 1 to 512 tokens: 3 of about 40", "found wrong blends"),
         ("weights_changed: since then", "restart the engines"),
         ("sliding_window: layer 3", "kintsugi doctor --model"),
     ],

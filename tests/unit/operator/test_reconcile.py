@@ -156,7 +156,7 @@ def test_the_service_says_whether_it_blends(world: World, page: str, status: str
     before = world.cluster.writes.copy()
     world.web.pages["http://10.0.0.9:7580/metrics"] = page.replace("missing 33", "missing 31")
     world.look()
-    assert world.cluster.writes == before, "few looks write"
+    assert world.cluster.writes == before, "few reconciliations write"
     world.web.pages.clear()
     world.look()
     assert world.condition("Blending") == told, "an engine that does not answer takes nothing back"
