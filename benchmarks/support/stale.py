@@ -47,6 +47,7 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "codecs": (*_BLEND, *_RAM_STORE, "quality"),
     "protocol": (*_BLEND, *_RAM_STORE, "quality", "precompute"),
     "latent": (*_BLEND, *_RAM_STORE, "checkpoints"),
+    "hybrid": (*_BLEND, *_RAM_STORE, "checkpoints"),
     "store": ("core", *_STORE),
     "precompute": (*_BLEND, *_STORE, "precompute"),
     "quality": (*_BLEND, *_RAM_STORE, "quality", "checkpoints"),

@@ -211,13 +211,18 @@ def checkpoint_weights(model: TinyModel) -> dict[str, Tensor]:
     return {name: tensor.float().contiguous() for name, tensor in weights.items()}
 
 
+def copy_tokenizer(folder: Path) -> None:
+    """Copy what the bundled model has beside its config and weights."""
+    for path in bundled_checkpoint().iterdir():
+        if path.name.startswith(("tokenizer", "special_tokens", "generation_config", "chat_template")):
+            shutil.copy(path, folder)
+
+
 def write_checkpoint(model: TinyModel, folder: Path) -> None:
     """Everything that transformers and vLLM load; the tokenizer is the bundled model's."""
     folder.mkdir(parents=True, exist_ok=True)
     base = json.loads((bundled_checkpoint() / "config.json").read_text())
-    for path in bundled_checkpoint().iterdir():
-        if path.name.startswith(("tokenizer", "special_tokens", "generation_config", "chat_template")):
-            shutil.copy(path, folder)
+    copy_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(config_of(model.shape, base), indent=2) + "\n")
     save_file(checkpoint_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
 

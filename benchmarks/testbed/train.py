@@ -146,15 +146,22 @@ class Forward:
 
 
 def forward_loss(
-    model: Callable[..., tuple[Tensor, Tensor]], head: nn.Linear, batch: Batch, shape: ModelShape
+    model: Callable[..., tuple[Tensor, Tensor]],
+    head: nn.Linear,
+    batch: Batch,
+    shape: ModelShape,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Forward:
-    """Cross entropy of the weighted targets, plus that of the references behind `READING_LAYERS`."""
+    """Cross entropy of the weighted targets, plus that of the references behind `READING_LAYERS`.
+
+    Products are computed in ``dtype``: float32 is faster on processors without bfloat16.
+    """
     tokens = batch.tokens.shape[1]
     cos, sin = (part[:, None] for part in rotation(shape, batch.positions))
     counted = batch.weights > 0
     referring = batch.references != NO_REFERENCE
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        read, hidden = model(batch.tokens, cos.bfloat16(), sin.bfloat16(), causal_mask(tokens).bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        read, hidden = model(batch.tokens, cos.to(dtype), sin.to(dtype), causal_mask(tokens).to(dtype))
         logits = head(hidden[counted]).float()
         read_logits = head(read[referring]).float()
     targets, weights = batch.targets[counted], batch.weights[counted]

@@ -1,0 +1,68 @@
+"""What blends lose on a model that mixes tokens by a recurrence in most layers.
+
+The model is `benchmarks.testbed.hybrid`'s, trained first if the cache has none. A configuration is chosen on
+some questions, within a quarter of a full prefill's cost, and judged on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from sys import stderr
+from typing import Any
+
+from benchmarks.support import testbed_questions as testbed
+from benchmarks.support.engines import say
+from benchmarks.support.family import NOTHING, divergences
+from benchmarks.support.figures import Figure
+from benchmarks.support.latent import COST, SHARE_MAX, choose
+from benchmarks.support.quality_curve import Setup, bench_of, count_mismatches, exact, judged, share, trained
+from benchmarks.support.scores import ratio_bootstrap
+from benchmarks.testbed.hybrid import make_hybrid_model, recipe_digest
+from kintsugi.core.report import describe_selection
+from kintsugi.models.cache import cache_folder, make_folder_once
+from kintsugi.quality import metrics
+
+ANSWERS_MIN, GAP_MIN = 0.96, 25
+CHOSEN_ON = 12
+"""Prompts per task that a configuration is chosen on."""
+NO_PREFIX_CACHE: dict[str, Any] = {"dtype": "float32", "enable_prefix_caching": False}
+"""vLLM's Mamba-2 on a CPU fails with prefix caching: its scan returns final states alone."""
+
+
+def hybrid_model_once() -> Path:
+    """The checkpoint folder. Trains the model if the cache has none: some minutes on one core."""
+    return make_folder_once(cache_folder() / "checkpoints" / f"testbed-hybrid-{recipe_digest()}", _make)
+
+
+def _make(folder: Path) -> None:
+    say("training the hybrid")
+    with redirect_stdout(stderr):
+        make_hybrid_model(folder)
+
+
+def measure(setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:
+    """`hybrid_kl_share`, `hybrid_answers_share`, and what they rest on. `setup.model` is the hybrid."""
+    with trained(setup, **NO_PREFIX_CACHE) as running:
+        asked = testbed.questions(tasks, testbed.CHOSEN_FROM, min(CHOSEN_ON, setup.chosen_on))
+        best = choose(setup, bench_of(running, testbed.cases(running, asked)), running.num_layers)
+        scores = judged(setup, running, [NOTHING, best], tasks)
+        mismatches = count_mismatches(setup, running)
+    blended, reused = scores[best], scores[NOTHING]
+    kl = ratio_bootstrap(divergences(blended), divergences(reused))
+    answers = share(blended)
+    pairs = zip(exact(reused, of_blend=False), exact(reused), strict=True)
+    lost = metrics.bootstrap([100 * (full - kept) for full, kept in pairs])
+    full = metrics.bootstrap(exact(blended, of_blend=False))
+    how = f"{describe_selection(best)}, cost {blended.cost:.3f} (at most {COST}), n={len(blended.cases)}"
+    means = f"KL {blended.kl_mean:.3g} after {reused.kl_mean:.3g}"
+    return [
+        Figure.at_most("hybrid_kl_share", kl.mean, SHARE_MAX, unit="", detail=f"{how}, {kl}, {means}"),
+        Figure.at_least(
+            "hybrid_answers_share", answers.mean, ANSWERS_MIN, unit="", detail=f"{how}, {answers}"
+        ),
+        Figure.at_least("hybrid_reuse_gap_points", lost.mean, GAP_MIN, unit="points", detail=str(lost)),
+        Figure("hybrid_full_em", full.mean, "", detail=str(full)),
+        Figure("hybrid_r1_mismatches", mismatches.value, "", detail=mismatches.detail),
+    ]
