@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -290,13 +291,18 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None
 
 
 def _ready_event(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    """What `kintsugi serve --json` says once it serves."""
+    """What `kintsugi serve --json` says once it serves. A service that takes too long is ended."""
     assert process.stdout is not None
-    for line in process.stdout:
-        if not line.rstrip().endswith(b"}"):  # what failed is printed over several lines
-            log.open("ab").write(line + process.stdout.read())
-            break
-        event: dict[str, Any] = json.loads(line)
-        if event.get("event") == "ready":
-            return event
+    ending = threading.Timer(START_S, process.kill)
+    ending.start()
+    try:
+        for line in process.stdout:
+            if not line.rstrip().endswith(b"}"):  # what failed is printed over several lines
+                log.open("ab").write(line + process.stdout.read())
+                break
+            event: dict[str, Any] = json.loads(line)
+            if event.get("event") == "ready":
+                return event
+    finally:
+        ending.cancel()
     raise AssertionError("kintsugi serve did not come up:\n" + log.read_text(errors="replace")[-4000:])
