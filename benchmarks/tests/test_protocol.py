@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.support.protocol.blending import Blender, SavedChunk, prefill_fully, save
 from benchmarks.support.protocol.decoder import KV, Decoder
-from benchmarks.support.protocol.figures import REUSE, judged_figures
+from benchmarks.support.protocol.figures import REUSE, describe, judged_figures
 from benchmarks.support.protocol.preparation import Preparation, Preparer
 from benchmarks.support.protocol.run import cells_of, selection_named
 from benchmarks.support.protocol.workloads import Item, Passage, Workload
@@ -89,6 +89,12 @@ def test_figures_compare_the_choice_with_the_best_published_selection() -> None:
     assert figures["hard_kl_share_cost20"].value == 0.1
     assert figures["protocol_lead"].value == 2.0
     assert "easy_kl_share_cost20" not in figures
+
+
+def test_full_prefill_has_no_kl_of_its_own() -> None:
+    row = {"full": {"f1": 0.5}, REUSE: {"kl": 1.0, "f1": 0.25}}
+    assert "KL" not in describe([row], "full")
+    assert "KL share 1.000" in describe([row], REUSE)
 
 
 def test_a_cell_is_measured_once() -> None:

@@ -31,8 +31,8 @@ def rows_of(records: Records, is_judged: bool) -> dict[str, list[Row]]:
 
 
 def share(rows: Sequence[Row], name: str, base: str = REUSE) -> Interval | None:
-    """KL of a cell ÷ that of another on the prompts that have both; None without any."""
-    both = [row for row in rows if name in row and base in row]
+    """KL of a cell ÷ that of another on the prompts that have both; None without any. Full prefill has no KL."""
+    both = [row for row in rows if all("kl" in row.get(cell, {}) for cell in (name, base))]
     if not both:
         return None
     return ratio_bootstrap([row[name]["kl"] for row in both], [row[base]["kl"] for row in both])
