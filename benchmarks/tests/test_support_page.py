@@ -91,8 +91,8 @@ def test_the_page_has_what_each_row_found() -> None:
     text = render_page(matrix(broken, exact, declined), Evidence())
     assert "| A, yarn | attention sinks | 1.0e-05 | – | 0 | – | – | – | 2.0e-06 |" in text
     assert (
-        "| `recurrent` | serve a model of attention with short convolutions, Gated DeltaNet or Mamba-2 | B |"
-        in text
+        "| `recurrent` | serve a model that combines attention with short convolutions, Gated DeltaNet or "
+        "Mamba-2 | B |" in text
     )
     assert "| D | wrong | ratio 1: the tokens differ |" in text
     assert "1 classes are exact, 0 of them at any ratio" in text

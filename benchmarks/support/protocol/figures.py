@@ -31,7 +31,7 @@ def rows_of(records: Records, is_judged: bool) -> dict[str, list[Row]]:
 
 
 def share(rows: Sequence[Row], name: str, base: str = REUSE) -> Interval | None:
-    """KL of a cell ÷ that of another on the prompts that have both; None without any. Full prefill has no KL."""
+    """KL of a cell ÷ that of another on the prompts that have both; None without any, as for full prefill."""
     both = [row for row in rows if all("kl" in row.get(cell, {}) for cell in (name, base))]
     if not both:
         return None

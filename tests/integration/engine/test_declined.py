@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,17 @@ def test_an_engine_with_adapters_blends_nothing(
     supports("every", "LoRA", "declined")
 
 
+@pytest.fixture
+def without_numba_afterwards() -> Iterator[None]:
+    """vLLM's proposer imports numba, and vLLM 0.32 starts no further engine in a process that has llvmlite:
+    it looks through all modules for Triton kernels, and fails at llvmlite's functions."""
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]:
+        del sys.modules[name]
+
+
 @pytest.mark.composed("n-gram speculation")
+@pytest.mark.usefixtures("without_numba_afterwards")
 @pytest.mark.filterwarnings(r"ignore:[\s\S]*reflected list:Warning")  # of vLLM's proposer
 def test_beside_n_gram_speculation_nothing_is_blended(engine_slot: EngineSlot, supports: Supports) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}

@@ -135,7 +135,7 @@ def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             {"expert": {"podTemplates": {"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}}}},
-            "spec.expert.podTemplates.store.env.0.name: this variable is .* \\(got 'RAY_ADDRESS'\\)",
+            "spec.expert.podTemplates.store.env.0.name: the operator or Ray sets .* \\(got 'RAY_ADDRESS'\\)",
         ),
         (env_of({"name": "HF_TOKEN", "value": "x"}), "model.tokenSecret"),
         (
