@@ -20,7 +20,8 @@ WEIGHTS_CHANGED = "weights_changed"
 NO_CHUNK = "no_chunk_cached"
 """Reason of a prefill: the store holds none of the prompt's chunks, and none will be saved automatically."""
 NOT_SAVED_YET = "not_saved_yet"
-"""Reason of a prefill where passages are discovered: they are saved when, or because, they recur."""
+"""Reason of a prefill where passages are discovered: none of the prompt's passages is saved yet. A passage is
+saved when it recurs."""
 CACHE_RESET = "cache_reset"
 """Reason why a blend or save ended: vLLM emptied its KV cache, for `/pause`, `/sleep` or a weight update."""
 TICKET = "kintsugi_ticket"
@@ -42,8 +43,8 @@ class Outcome(StrEnum):
     DECLINED = "declined"
     """The prompt was prefilled in full; `reason` says why."""
     FAILED = "failed"
-    """No chunk of the prompt could be loaded, so the engine computed it; or a chunk was computed but not
-    stored. `reason` says what failed."""
+    """No chunk of the prompt could be loaded, so the engine computed the whole prompt; or a chunk was
+    computed but not stored. `reason` says what failed."""
     MIXED = "mixed"
     """The request's prompts had different outcomes; `reason` counts them."""
 
@@ -94,7 +95,7 @@ class Accounting:
     tokens_hit: int = 0
     tokens_missed: int = 0
     tokens_prefix_cached: int = 0
-    """Exact hits in the engine's own prefix cache; never blended again."""
+    """Tokens that the engine's own prefix cache held. They are exact, so they are not blended."""
     tokens_question: int = 0
     """Tokens that the blend pass computed and that belong to no chunk."""
     tokens_recomputed: int = 0
@@ -112,8 +113,8 @@ class Accounting:
     chunks_recomputed: int = 0
     """Hit chunks that were recomputed because loading them was predicted to be slower."""
     ttft_ms: float | None = None
-    """From the scheduler's first look at the request, after its wait in the queue, to the end of the engine
-    step that produced the first token."""
+    """From when the scheduler first considers the request, after its wait in the queue, to the end of the
+    engine step that produced the first token."""
     predicted_ttft_ms: float | None = None
     """The `ttft_ms` predicted when the prompt was planned; None if no prediction was possible."""
     restarts: int = 0
@@ -133,8 +134,8 @@ class Accounting:
 
     @property
     def cost(self) -> float:
-        """Share of a full prefill's token-layers that was computed: of the whole prompt, or in a blend of
-        what the prefix cache did not hold."""
+        """Share of a full prefill's token-layers that was computed. In a blend, tokens that the prefix cache
+        held are left out."""
         return _share(self.token_layers_computed, self.token_layers_total)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -159,15 +160,15 @@ def _share(computed: float, total: float) -> float:
 
 
 _TIMES = ("ttft_ms", "predicted_ttft_ms")
-"""Of several prompts, the last first token's."""
+"""Times of which a request of several prompts reports the longest."""
 _OF_ONE_PROMPT = ("recomputed_positions", "timeline", "began_unix_s", "audit")
 
 
 def add_up(accountings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the accounting of a request of several prompts from the JSON forms of theirs, in any order.
+    """Combine the accountings of a request's prompts, in their JSON form and in any order.
 
     Counts and durations are sums, as in OpenAI's `usage`; times to the first token are the longest; `cost` is
-    the share of all the work together. Selector, ratio and transport are left out if they differ.
+    computed from the summed work. Selector, ratio and transport are left out if they differ.
     """
     if len(accountings) == 1:
         return dict(accountings[0])
@@ -187,7 +188,7 @@ def add_up(accountings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             f"{count} {outcome}" for outcome, count in sorted(outcomes.items())
         )
     elif reasons := [str(one["reason"]) for one in accountings if "reason" in one]:
-        total["reason"] = min(reasons)  # they differ in numbers at most
+        total["reason"] = min(reasons)  # the reasons differ only in numbers
     total["cost"] = round(_share(total["token_layers_computed"], total["token_layers_total"]), 4)
     return total
 

@@ -1,7 +1,8 @@
 """Evidence about blends: the loss of one answer, and what many losses prove about their mean. Pure.
 
-A pair is one prompt that was answered by full prefill and by a blend, one of them forced along the other's
-tokens. Its loss is a number in [0, 1] (`loss_of`). Two hypotheses about the mean loss are tested by betting:
+A pair is one prompt that was answered by full prefill and by a blend; one of the two is forced to generate
+the other's tokens. Its loss is a number in [0, 1] (`loss_of`). Two hypotheses about the mean loss are tested
+by betting:
 
 - "The mean is at least the limit" (`log_wealth`), for the loss and for the share of lost answers. A wealth
   starts at 1 and is multiplied by ``1 + bet * (limit - loss)`` for each pair. While the hypothesis is true,
@@ -42,32 +43,35 @@ BETS: Mapping[float, float] = {0.95: 0.6, 0.8: 0.15, 0.6: 0.1, 0.4: 0.08, 0.2: 0
 """Shares of the largest bet, and their weights. The best share for a mean p is about 1 - p / limit. The
 weights favour small losses, because the first configuration to try is nearly exact."""
 SEVERE_KL = 2.0
-"""In nats: a lost answer with this mean KL or more is another answer, not an uncertain one."""
+"""In nats: a lost answer with at least this mean KL is a different answer; with less, the model was
+uncertain."""
 TRIP_BETS = (0.03, 0.1)
-"""Bets of `TripTest`, times the limit. A bet gains most if about this share of the pairs is lost beyond the
-limit."""
+"""Bets of `TripTest`, multiplied by the limit. A bet gains most if the share of lost pairs exceeds the limit
+by about this much."""
 FALSE_TRIP = 5e-4
 """Rate of false trips per pair while the mean loss is exactly at the limit; far lower below it."""
 TRIP_LIMIT_MIN = 0.01
 TRIP_LIMIT_ERRORS = (0.3, 0.15, 0.4)
-"""For each of the `Levels`: probability that its mean was, when the evidence was measured, above the limit
-that `trip_limits` returns."""
+"""For each of the `Levels`: probability that its mean already exceeded the limit that `trip_limits` returns
+when the evidence was measured."""
 TRIP_WEIGHTS = (0.25, 0.25, 0.5)
-"""Weights of the bets on each of the `Levels`. The rarest one tells most, so its limit is the sharpest."""
+"""Weights of the bets on each of the `Levels`. Severity is rarely above 0, so it says most: it has the
+largest weight and the sharpest limit."""
 _BISECTIONS = 40
 _WEALTH_MAX = 100.0
-"""A logarithm far beyond any verdict, whose exponential is still a finite float."""
+"""Maximum logarithm of a wealth: far beyond any verdict, while its exponential is still a finite float."""
 
 
 class Quality(StrEnum):
     """How much a blend may lose."""
 
     STRICT = "strict"
-    """Mean KL, capped at 0.04 nats an answer, below 0.0033, and fewer than 1 answer in 24 beyond the cap or
-    with more than a quarter of its tokens changed. Exact match within 1 point."""
+    """The mean KL is below 0.0033 nats (each answer counts at most 0.04), and in fewer than 1 answer in 24
+    the KL exceeds 0.04 or more than a quarter of its tokens changed. Exact match falls by less than 1
+    point."""
     BALANCED = "balanced"
-    """Mean KL, capped at 0.04 nats an answer, below 0.01, and fewer than 1 answer in 8 beyond the cap or with
-    more than a quarter of its tokens changed. Exact match within 3 points."""
+    """The mean KL is below 0.01 nats (each answer counts at most 0.04), and in fewer than 1 answer in 8 the
+    KL exceeds 0.04 or more than a quarter of its tokens changed. Exact match falls by less than 3 points."""
     OFF = "off"
     """Nothing is tested, and blends run as configured. Answers may be wrong without notice."""
 
@@ -198,19 +202,21 @@ class Tally:
         return dict(self.losses).get(STEPS, 0)
 
     def log_wealth(self, quality: Quality) -> float:
-        """Return the natural logarithm of the wealth of the bet that the mean loss and the share of lost
-        answers are below the limits of ``quality``: the lower one of two. Both must win, so each may err with
+        """Return the natural logarithm of the lower of two wealths: one bets that the mean loss is below its
+        limit of ``quality``, the other that the share of lost answers is. Both must win, so each may err with
         the whole probability."""
         return min(_log_wealth(rows, limit) for rows, limit in self._tested(quality))
 
     def _tested(self, quality: Quality) -> list[tuple[list[tuple[float, int]], float]]:
-        """The losses, and which answers are lost, as rows of (value, pairs), each with its limit."""
+        """Return two tests, of the losses and of whether answers are lost (1 or 0): rows of (value, pairs)
+        and the limit of their mean."""
         counts = (1.0, self.lost), (0.0, self.pairs - self.lost)
         lost = [row for row in counts if row[1]]
         return [(_scaled(self.losses), quality.loss_max), (lost, quality.lost_max)]
 
     def log_wealth_of_answers(self, limit: float) -> float:
-        """Return the same for the share of answers that become wrong, where answers are known."""
+        """Return the logarithm of the wealth that bets that the share of answers that become wrong is below
+        ``limit``. Only pairs with known answers count."""
         return _log_wealth(self.answers, limit)
 
     def loss_upper(self, error: float) -> float:
@@ -225,7 +231,7 @@ class Tally:
         return None if None in found else max(one for one in found if one is not None)
 
     def pairs_missing_for_answers(self, limit: float, enough: float) -> int | None:
-        """Return the same for the share of answers that become wrong. 0 if no answers are known."""
+        """As `pairs_missing`, for the share of answers that become wrong. 0 if no answers are known."""
         known = sum(pairs for _, pairs in self.answers)
         missing = _pairs_missing(self.answers, limit, enough) if known else 0
         return missing and math.ceil(missing * self.pairs / known)
@@ -301,7 +307,7 @@ class Levels(NamedTuple):
     """Share of changed tokens. Many small changes hardly add to the loss."""
     severity: float
     """KL as a share of `SEVERE_KL`, times the changed tokens as a share of `CHANGED_MAX`, each at most 1.
-    Where sound blends lose answers by uncertainty, damaged ones stand out."""
+    It is low where sound blends lose answers because the model is uncertain, and high in damaged blends."""
 
     @staticmethod
     def of(deviation: Deviation) -> Levels:
@@ -310,18 +316,18 @@ class Levels(NamedTuple):
 
     @staticmethod
     def limits(loss_max: float) -> Levels:
-        """The limits without evidence."""
+        """Return the limits that apply before there is evidence."""
         return Levels(loss_max, CHANGED_MAX, CHANGED_MAX)
 
     def lowest(self, other: Levels) -> Levels:
-        """Return the lower one of each two limits."""
+        """Return the lower limit of each measure."""
         return Levels(*map(min, self, other))
 
 
 def trip_limits(tally: Tally, loss_max: float) -> Levels:
     """Return the limits of a `TripTest` on blends with this evidence: the highest means that the evidence
-    does not rule out, at least `TRIP_LIMIT_MIN`, and at most `Levels.limits`. So a good level that becomes
-    worse is noticed while it is still within the limit."""
+    does not rule out, at least `TRIP_LIMIT_MIN`, and at most `Levels.limits`. So a blend that becomes worse
+    is noticed while it is still within `Levels.limits`."""
     watched = zip((tally.losses, tally.changes, tally.severities), TRIP_LIMIT_ERRORS, strict=True)
     upper = Levels(*(max(TRIP_LIMIT_MIN, _upper(rows, error)) for rows, error in watched))
     return upper.lowest(Levels.limits(loss_max))
@@ -334,7 +340,8 @@ class TripTest:
     _wealths: dict[tuple[str, float], float] = field(default_factory=dict)
 
     def observe(self, levels: Levels, limits: Levels) -> str | None:
-        """Add one pair and its limits. Return what is probably above its limit, in words; None if nothing."""
+        """Add one pair and its limits. Return a description of the measure that is probably above its limit;
+        None if there is none."""
         mean = 0.0
         for name, level, limit, weight in zip(Levels._fields, levels, limits, TRIP_WEIGHTS, strict=True):
             for bet in TRIP_BETS:

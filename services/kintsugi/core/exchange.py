@@ -106,7 +106,7 @@ class OpenAICall:
     body: Mapping[str, Any]
     """The request's JSON without Kintsugi's own fields (`kintsugi`, `documents` marked as chunks)."""
     params: KintsugiParams
-    """Without spans: only the engine, which renders the template, knows the positions of chunks."""
+    """They contain no spans: only the engine, which renders the template, knows the positions of chunks."""
     chunk_texts: tuple[str, ...] = ()
     """Texts that are tokenised separately wherever the rendered prompt contains them."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class OpenAIHead:
 
 @dataclass(frozen=True)
 class MatchedChunk:
-    """A stored chunk that a prompt holds."""
+    """A stored chunk that a prompt contains."""
 
     namespace: str
     """The namespace that it is stored in: the request's own or its shared namespace."""
@@ -154,9 +154,9 @@ class EngineInfo:
     portable: bool
     max_model_len: int
     blending: str
-    """`on`, or why not."""
+    """`on`, or the reason why nothing is blended."""
     progress: GateProgress = field(default_factory=lambda: GateProgress("off", ""))
-    """The evidence behind it, in numbers."""
+    """The progress of the evidence that decides `blending`."""
     tokenizer: str = ""
     """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: not checked."""
     form: str = ""
@@ -200,7 +200,7 @@ class LossReason(StrEnum):
     KILLED = "killed"
     """By a signal, or by a crash of its own; Ray does not know which."""
     KERNEL_MEMORY = "kernel_memory"
-    """The same, while the kernel of this machine ended processes for lack of memory."""
+    """By a signal or a crash, while the kernel of this machine ended processes for lack of memory."""
     RAY_MEMORY = "ray_memory"
     """By Ray's memory monitor."""
     NODE = "node"
@@ -284,8 +284,9 @@ class EngineBackend(ABC):
 
     @abstractmethod
     async def info(self, namespace: str = "") -> EngineInfo:
-        """Describe one of the engines, which are all alike. ``namespace``: `blending`, `progress` and what
-        follows from them are those of this namespace; empty: of the one that is furthest."""
+        """Describe one of the engines, which all have the same configuration. `blending`, `progress` and the
+        fields derived from them are those of ``namespace``; empty: of the namespace with the most
+        progress."""
 
     def lost_parts(self) -> Sequence[LostPart]:
         """Return the latest processes of the service that ended unexpectedly, oldest first; empty where

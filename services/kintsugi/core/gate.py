@@ -23,7 +23,7 @@ from kintsugi.core.request import BlendOptions
 LEARNING = "learning"
 """Reason for not blending while too little evidence was measured."""
 UNMEASURED = "unmeasured"
-"""Reason for not blending a prompt with chunks unlike those that were measured."""
+"""Reason for not blending a prompt whose chunks differ in size or number from those that were measured."""
 CLOSED = "drift"
 """Reason for not blending after wrong answers or damaged chunks were found, until new evidence passes."""
 _RATIO_TOLERANCE = 1e-9
@@ -38,8 +38,8 @@ class Permit:
     """What passed; None: nothing is tested."""
 
     def check_chunks(self, chunk_tokens: Sequence[int]) -> None:
-        """Raise `NotBlendable` for chunks unlike those that were measured. Exact blends (a ratio of 1, or no
-        approximate chunk) never raise."""
+        """Raise `NotBlendable` if the chunks differ in size or number from those that were measured. Exact
+        blends (a ratio of 1, or no approximate chunk) never raise."""
         lacking = None if self.allowance is None else self.allowance.lacks(chunk_tokens)
         if lacking is not None:
             raise NotBlendable(UNMEASURED, lacking)
@@ -50,7 +50,8 @@ class GateState:
     """The configurations that a report allows. Replaced as a whole, never changed."""
 
     reason: str | None = None
-    """Why nothing is blended, one word that metrics use; None: the report decides, or nothing is tested."""
+    """Why nothing is blended, as one word for metrics' labels; None: the report decides, or nothing is
+    tested."""
     detail: str = ""
     report: Report | None = None
     """The evidence; None: nothing is tested."""
@@ -164,7 +165,7 @@ class GateProgress:
     """Estimated number of further prompts until the next configuration passes; None if unknown, or if there
     is no next one."""
     minutes_missing: int | None = None
-    """About how many minutes they take at the present pace; None: unknown."""
+    """Estimated minutes until these prompts are measured, at the present rate; None: unknown."""
     cost: float | None = None
     """Mean share of a full prefill's work of the cheapest configuration that is open."""
     kl: float | None = None
@@ -212,7 +213,7 @@ def summarize(state: GateState, namespace: str | None = None) -> GateProgress:
 
 def widest(state: GateState, namespace: str | None = None) -> tuple[Cell, str, Allowance] | None:
     """Return the cell and source with the cheapest open configuration, and what passed there; None if nothing
-    is open. ``namespace``: of this one alone."""
+    is open. ``namespace``: only this one is considered."""
     report = state.report
     if report is None or state.reason is not None:
         return None

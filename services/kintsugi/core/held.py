@@ -1,4 +1,4 @@
-"""What a process keeps for namespaces beside chunks: the latest items of each, within a bound of bytes."""
+"""A bounded cache of a process: the latest items of each namespace, for data other than chunks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 ITEM_BYTES = 512
-"""Charge for an item with a small key and value: up to 334 were measured (a key of 32 bytes, two numbers)."""
+"""Bytes charged for an item with a small key and value. Up to 334 were measured (a key of 32 bytes, two
+numbers)."""
 NAMESPACE_BYTES = 1024
-"""Charge for a namespace with items, without its name: 605 were measured, with one item."""
+"""Bytes charged for a namespace that has items, without its name. 605 were measured with one item."""
 SHARE_MAX = 0.5
 """Maximum share of the bytes that one namespace may hold, unless it holds a single item."""
 KEPT_SHARE = 7 / 8
@@ -20,12 +21,12 @@ KEPT_SHARE = 7 / 8
 
 
 class Held(Generic[K, V]):
-    """Items by namespace and key, the least recently put first. Not thread-safe, but `get` may run beside one
-    thread that puts: it finds the item, or the one before.
+    """Items by namespace and key, the least recently put first. Not thread-safe, but `get` may run
+    concurrently with one thread that puts: it returns the new item or the previous one.
 
-    A namespace beyond its share loses its own oldest items. If all are full, the namespaces that hold most
-    lose the older half of theirs, so a namespace with little loses nothing to others. Costs constant time,
-    amortised."""
+    A namespace beyond its share loses its own oldest items. If all are full, the namespaces with the most
+    bytes lose the older half of their items, so others cannot displace a small namespace. Costs constant
+    time, amortised."""
 
     def __init__(self, bytes_max: int, on_drop: Callable[[V], None] = lambda value: None) -> None:
         """`on_drop` is called before an item is dropped for lack of room."""
@@ -105,8 +106,8 @@ class Held(Generic[K, V]):
 
 
 class Allotment:
-    """Amounts of work that waits, by namespace: each may have `each`, and all together twice as much, so that
-    one namespace leaves room for others. Not thread-safe."""
+    """Amounts of waiting work by namespace. A namespace may have at most `each`, all together at most twice
+    that amount, so that one namespace leaves room for others. Not thread-safe."""
 
     def __init__(self, each: int) -> None:
         self.each = each
@@ -119,7 +120,7 @@ class Allotment:
         return self._used[namespace] + amount <= self.each and self.total + amount <= 2 * self.each
 
     def add(self, namespace: str, amount: int) -> None:
-        """Add an amount; a negative one is given back."""
+        """Add an amount; a negative amount is subtracted."""
         self._used[namespace] += amount
         if not self._used[namespace]:
             del self._used[namespace]

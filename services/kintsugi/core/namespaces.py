@@ -338,7 +338,7 @@ def find_rule(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None]:
 
 
 def _is_about_part(pattern: str, namespace: str) -> bool:
-    """Whether a pattern that matches a part names parts of its base, not namespaces in general."""
+    """Whether a pattern that matches a part begins with the part's base, so that it is a rule for parts."""
     return pattern.startswith(f"{base_of(namespace)}{MARK}")
 
 
@@ -355,7 +355,7 @@ def _find_longest(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None
 
 
 class NamespaceSums(dict[str, int]):
-    """Amounts by namespace, without those that are zero. Not thread-safe.
+    """Nonzero amounts by namespace. Not thread-safe.
 
     Their sums by account are kept, because one account may have any number of namespaces. They are recomputed
     when the rules have changed."""
@@ -371,7 +371,7 @@ class NamespaceSums(dict[str, int]):
             self._by_account[rules.account_of(name)] += amount
 
     def add(self, namespace: str, amount: int) -> None:
-        """Add an amount; a negative one is taken back."""
+        """Add an amount; a negative amount is subtracted."""
         account = self._rules.account_of(namespace)
         for sums, name in ((self, namespace), (self._by_account, account)):
             sums[name] = sums.get(name, 0) + amount

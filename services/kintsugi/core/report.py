@@ -8,12 +8,12 @@ loss is below the limit of the chosen `Quality`.
 Error probability: all tests of a report together pass a configuration that is beyond the limit with a
 probability of at most `ERROR`, over the report's whole life. Every pair of cell and source gets a slot with
 its share (`share_of_slot`). Within a slot, configurations are tested in the fixed order of the ladder, from
-the safest to the cheapest, and one can only pass after all before it, so they need not share. After a closing
-the evidence of its slot starts anew, with half of what was left.
+the safest to the cheapest, and a configuration can pass only after all earlier ones, so they need not share
+the probability. After a closing, the evidence of its slot starts anew with half of the remaining probability.
 
 Several engines write one report. Each writes its own part, and tallies are sums, so parts are added and need
-no order. A part that another engine overwrites is missing until its engine writes again: it delays, and never
-opens anything.
+no order. A part that another engine overwrites is missing until its engine writes again: this may delay an
+opening, but never causes one.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from kintsugi.core.spaces import ModelFingerprint, token_bytes
 
 REPORT_VERSION = 3
 ALGORITHM = 1
-"""Number of the algorithm that computes blended KV. A person raises it when blended KV can change; reports of
-another number do not apply."""
+"""Number of the algorithm that computes blended KV. It is raised by hand when blended KV can change; reports
+of another number do not apply."""
 ERROR = 0.025
 FIRST_SLOT = 0.85
 """Share of the error probability of the first slot: most services have one kind of prompts and one tenant."""
 FIRST_EPOCH = 0.9
 """Share of a slot's error probability that is used before its first closing."""
 SOURCES_KEPT_MAX = 1024
-"""Maximum number of computed answers, by cell and source, that a report and what it allows keep: half a
-megabyte. All are dropped beyond it, because a caller may make up any number of namespaces."""
+"""Maximum number of results, by cell and source, that a report and a gate's state cache: half a megabyte.
+Beyond it, all are dropped, because a caller may make up any number of namespaces."""
 COMMON_SHARE = 0.08
 """Share of the error probability for passing in a cell on the evidence of several namespaces together."""
 NAMESPACES_MIN = 4
-"""Minimum number of namespaces whose evidence opens a cell for others: none supplies more than its share."""
+"""Minimum number of namespaces whose evidence opens a cell for others: no namespace supplies more than its
+share."""
 CLOSED_TOGETHER = 2
 """Number of namespaces whose closings close a cell for all."""
 FILE = "file"
@@ -60,7 +61,7 @@ FILE = "file"
 BANDS = (512, 2048, 8192, 32_768)
 """Upper bounds of the lengths of prompts, in tokens, of all bands but the last."""
 SIZE_PAIRS_MIN = 8
-"""Minimum number of pairs with chunks of about a prompt's size."""
+"""Minimum number of measured pairs whose chunks are similar to a prompt's, for the prompt to be blended."""
 PARTS_MAX = 8
 """Maximum number of parts. The oldest are added together."""
 ENTRIES_MAX = 256
@@ -77,7 +78,7 @@ PROBATION_PAIRS = 32
 """Pairs that an engine with other versions measures before it trusts the evidence of earlier ones."""
 LADDER = tuple(Selection(ratio, SelectorName.QUERY) for ratio in (0.75, 0.4, 0.2, 0.1))
 """The configurations to try, from the safest to the cheapest. On the models that were measured, no other
-selector loses less at the same cost. A prior for the order, never a verdict."""
+selector loses less at the same cost. This only sets the order of the tests; evidence decides what passes."""
 
 
 @dataclass(frozen=True)
@@ -300,15 +301,15 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Standing:
-    """How far the evidence of one source in one cell is."""
+    """The progress of the evidence of one source in one cell."""
 
     passed: tuple[Selection, ...]
     next: Selection | None
     """The configuration to test next; None: all passed."""
     tally: Tally
-    """The evidence about it, or about the last one if all passed."""
+    """The evidence about `next`, or about the last configuration if all passed."""
     missing: int | None
-    """Estimated number of pairs until it passes; None if more pairs like these do not help."""
+    """Estimated number of pairs until `next` passes; None if more pairs like these do not help."""
 
 
 @dataclass(frozen=True)
@@ -414,8 +415,8 @@ class Report:
         return {}
 
     def standing(self, cell: Cell, source: str, quality: Quality) -> Standing:
-        """Return how far a source's own evidence is. Computed once, because every request needs it while
-        nothing is open."""
+        """Return the progress of a source's own evidence in a cell. Cached, because every request needs it
+        while nothing is open."""
         key = cell, source, quality
         standing = self._standings.get(key)
         if standing is None:
@@ -522,7 +523,7 @@ def _fold(one: ReportPart, other: ReportPart) -> ReportPart:
 
 def source_of(namespace: str) -> str:
     """Return the source of a namespace's evidence: a digest, because reports need no names of tenants. Parts
-    of a namespace count as one source, because callers make them at will."""
+    of a namespace count as one source, because callers can create any number of parts."""
     return blake3.blake3(b"kintsugi-source\0" + base_of(namespace).encode()).hexdigest()[:16]
 
 

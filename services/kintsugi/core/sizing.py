@@ -112,7 +112,7 @@ def _listed_layers(values: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _layer_kinds(values: Mapping[str, Any], listed: Sequence[str], layers: int) -> list[str]:
-    """Return the kind of each layer that mixes tokens; none if the configuration does not tell."""
+    """Return the kind of each layer that mixes tokens; empty if the configuration does not name them."""
     interval = values.get("full_attention_interval")
     if interval and not listed:  # Qwen3-Next
         listed = [("linear" if (layer + 1) % interval else "full") + "_attention" for layer in range(layers)]
@@ -218,11 +218,11 @@ class CodecSize:
     bytes_per_token: float
     corpus_bytes: int
     ram_bytes: int
-    """For the hot share."""
+    """Bytes for the share of the corpus that RAM holds."""
     ssd_bytes: int
-    """For the whole corpus, in tiers that are filled to `SLAB_FILL_MAX`."""
+    """Bytes for the whole corpus, in tiers that are filled to `SLAB_FILL_MAX`."""
     prompt_bytes: int
-    """Loaded for one prompt."""
+    """Bytes loaded for one prompt."""
 
 
 @dataclass(frozen=True)
@@ -230,15 +230,15 @@ class FleetSize:
     """The processes that answer a rate of requests, with busy parts at `LOAD`."""
 
     engines: int
-    """For prefill alone."""
+    """Number of engines for the prefill of prompts; decoding is not counted."""
     gateways: int
     shards: int
     ram_bytes_per_shard: int
     ssd_bytes_per_shard: int
     engine_link_bytes_per_s: float
-    """Mean that each engine loads."""
+    """Mean rate at which each engine loads."""
     shard_link_bytes_per_s: float
-    """Mean that each shard sends."""
+    """Mean rate at which each shard sends."""
 
 
 def fleet_size(

@@ -30,8 +30,8 @@ prompt."""
 
 ANCHOR_BYTES = 8
 _ALL_IDS = b"all"
-"""Stands before all ids of a chunk, so that the anchor of a chunk of `ANCHOR_TOKENS` ids is not that of a
-window."""
+"""Prefix of the ids in the hash over a whole chunk, so that a chunk of `ANCHOR_TOKENS` ids does not have the
+anchor of a window."""
 
 NAME_KEY_BYTES = 32
 """Length of the secret that names an encrypted namespace's chunks."""
@@ -259,8 +259,8 @@ class ChunkSpace:
         return len(self.prefix_token_ids) if self.prefix_matches(prompt_token_ids) else None
 
     def space_at(self, start: int, prompt_token_ids: Sequence[int]) -> ChunkSpace:
-        """Return the space of the copy to use for a chunk at ``start``: the plain space in first place, where
-        its copy is exact."""
+        """Return the space of the copy to use for a chunk at ``start``: the plain space directly after the
+        prefix, where the plain copy is exact."""
         return self.plain if start == self.first_place(prompt_token_ids) else self
 
 
@@ -308,8 +308,8 @@ class ChunkKey:
 
 def anchors_of(token_ids: Sequence[int], name_key: bytes = b"") -> tuple[int, ...]:
     """Return the anchors of a chunk, as 64-bit hashes: of its first `ANCHOR_TOKENS` ids, of its last, and of
-    all. Equal ones stand once. The hash is xxh3, or keyed blake3 in a space with a name key. Empty for a
-    shorter chunk, which can be named only by spans.
+    all. Equal anchors are returned once. The hash is xxh3, or keyed blake3 in a space with a name key. Empty
+    for a shorter chunk, which can be named only by spans.
 
     First and last anchor find a chunk in a prompt (`anchored_at`). The anchor of all ids is equal for the
     copies of one text in different spaces, and for them alone."""

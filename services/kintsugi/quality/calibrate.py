@@ -1,9 +1,9 @@
 """Calibration: measures configurations on a file of questions, or on bundled passages, before any traffic.
 
 It is one more source of the evidence that engines collect on served prompts (`quality.stream`), with the same
-losses, tests and report. Exact match is tested, too, if the questions have answers.
-Configurations are measured from the safest to the cheapest, some prompts at a time, until each has passed or
-is beyond the limit, or the time is over. Time decides how far calibration comes, never what passes.
+losses, tests and report. Exact match is tested, too, if the questions have answers. Configurations are
+measured from the safest to the cheapest, some prompts at a time, until each has passed or is beyond the
+limit, or the time is over. The time limit determines how many configurations are measured, never what passes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kintsugi.quality.stream import is_hopeless, list_undecided
 ANSWER_TOKENS_MIN = 32
 """Minimum number of tokens of full prefill's answer that are compared, unless it ends earlier."""
 BATCH = 16
-"""Prompts that are measured together."""
+"""Number of prompts that are measured together."""
 TRIED_TOGETHER = 2
-"""Configurations that each of them is measured with."""
+"""Number of configurations that each prompt of a batch is measured with."""
 FORM_PROMPTS = 32
 PROMPTS_MIN = 40
 """Minimum number of questions: fewer cannot pass anything."""
@@ -106,8 +106,8 @@ class CalibratedCell:
 
 
 def identify_evidence(bench: Bench) -> str:
-    """Return the writer id of the evidence from these prompts. Measured again, they replace it: an equal
-    prompt is no further evidence."""
+    """Return the writer id of the evidence from these prompts. A repeated measurement replaces the evidence,
+    because equal prompts are no further evidence."""
     prompts = (token_bytes(case.prompt.token_ids) for case in bench.cases)
     return f"file-{blake3.blake3(b''.join(prompts)).hexdigest()[:32]}"
 

@@ -6,10 +6,10 @@ when the engine is idle. The client's answer is not affected. The other half of 
 along the served answer's tokens, up to `POSITIONS_MAX` of them. A request that arrives meanwhile ends the
 running twin, which is run again later.
 
-- Where blending is shut, or slower with what is open, the request was prefilled in full. Its twins are blends
-  with the configurations that are not decided yet, as many as the time between two answers allows, and the
-  first of them alone if other answers wait. Chunks that the request declares and the store lacks are saved
-  first.
+- If blending is closed, or the open configurations are predicted to be slower, the request was prefilled in
+  full. Its twins are blends with the configurations that are not decided yet: as many as the time between two
+  answers allows, or only the first one if other answers wait. Chunks that the request declares and the store
+  lacks are saved first.
 - Where the request was blended, the twin is a full prefill; further twins blend with cheaper configurations.
   One stored chunk of the prompt is audited, too: it is prefilled again and compared with the stored KV
   (`fusor.audit`). While a cheaper configuration is still to be tested, every blend may be measured; otherwise
@@ -67,8 +67,8 @@ from kintsugi.quality.sampling import FairSampler, is_sampled
 logger = logging.getLogger(__name__)
 
 FULL_PREFILLS = frozenset((LEARNING, CLOSED, UNMEASURED, "blending_is_slower", "loading_is_slower"))
-"""Reasons of full prefills that are measured: blending is shut for the prompt, or would be slower with what
-is open."""
+"""Reasons of full prefills that are measured: blending is closed for the prompt, or is predicted to be
+slower."""
 PENDING_MAX = 8
 """Maximum number of answers that wait for their twins."""
 REMEMBERED_MAX = 4096
@@ -85,7 +85,8 @@ OPEN_PER_MINUTE = 1.0
 PROBATION_SHARE = 0.25
 """Share of blends that are measured while the evidence of other versions is on probation."""
 HOPELESS_PAIRS = 24
-"""Minimum number of pairs before a configuration can count as beyond the limit, so that no more are run."""
+"""Minimum number of pairs before a configuration can count as beyond the limit. Then no more pairs are
+run."""
 TRIP_PAIRS_MIN = 32
 """Minimum number of a namespace's own pairs whose losses set the limit of its trip test."""
 TRIP_STEP = 8
@@ -95,8 +96,8 @@ WATCHED_BYTES_MAX = 8 << 20
 AUDITS_WINDOW = 300
 """Number of the latest audits in which damaged chunks are counted: five hours at one a minute."""
 DAMAGED_MIN = 2
-"""Number of different damaged chunks among them that stops blending; 1 on probation: a single one may come
-from a bad disk."""
+"""Blending stops when this many different chunks among them are damaged; on probation, when one is. Except on
+probation, a single damaged chunk is tolerated: a bad disk may be the cause."""
 
 
 _T = TypeVar("_T")
@@ -214,7 +215,7 @@ def is_hopeless(tally: Tally, quality: Quality) -> bool:
 
 def choose_trials(state: GateState, cell: Cell, source: str, most: int | None = None) -> list[Selection]:
     """Return the configurations to measure for a source in a cell, from the safest to the cheapest of those
-    that have not passed; None after one that is beyond the limit."""
+    that have not passed. The list ends before a configuration that is beyond the limit."""
     if state.report is None:
         return []
     allowed = state.allowance(cell, source)
@@ -225,7 +226,8 @@ def choose_trials(state: GateState, cell: Cell, source: str, most: int | None = 
 def list_undecided(
     report: Report, cell: Cell, source: str, quality: Quality, most: int | None = None, passed: int = 0
 ) -> list[Selection]:
-    """Return the same by the source's own evidence, which need not show again that ``passed`` have passed."""
+    """As `choose_trials`, by the source's own evidence. The first ``passed`` configurations of the ladder are
+    left out."""
     passed = max(passed, len(report.standing(cell, source, quality).passed))
     found: list[Selection] = []
     for selection in report.ladder[passed:]:
@@ -360,7 +362,7 @@ class Stream:
         self.drop_late()
         if not self._pending:
             return
-        if self._keeper.is_due:  # before anything is recorded: others' closings and slots count
+        if self._keeper.is_due:  # first, because other engines' closings and slots count
             await self._exchange()
         pending = self._current = self._pending.popleft()
         state, params = self._gate(), pending.prompt.params
@@ -396,7 +398,7 @@ class Stream:
                 break
             is_changed |= opens
             if self._clock() - started_s > FULL_SHARE * self._gap_s:
-                break  # the next answer would wait: the safest one opens first
+                break  # do not delay the next answer; the safest configuration opens first
         return is_changed
 
     def drop_late(self) -> None:
@@ -405,8 +407,8 @@ class Stream:
             self._count_dropped(self._pending.popleft())
 
     def forget(self, namespaces: Collection[str]) -> None:
-        """Drop the answers to prompts of these namespaces and their parts, and of those that share their
-        chunks, because something was erased there. A running twin ends."""
+        """Drop the answers to prompts that may hold texts of these namespaces and their parts, because
+        something was erased there. A running twin ends."""
         kept, waiting = deque[_Pending](), self._pending
         for one in waiting:
             if _concerns(one.prompt, namespaces):
@@ -427,7 +429,7 @@ class Stream:
     async def _exchange(self) -> None:
         closed: set[str] = set()
         for served in await self._twins.exchange(self._keeper):
-            # After a closing, the remaining configurations were chosen before it.
+            # A source's other blends were chosen before its closing, so they do not count after it.
             if served.source not in closed and self._watch(served):
                 closed.add(served.source)
 

@@ -68,7 +68,7 @@ class KintsugiPromptHelper(PromptHelper):  # type: ignore[misc]
     """
 
     def repack(self, prompt: Any, text_chunks: Sequence[str], *args: Any, **kwargs: Any) -> list[str]:
-        """Return one text if it fits into the context window, and what LlamaIndex's helper returns if not."""
+        """Return one text if it fits into the context window; otherwise the result of LlamaIndex's helper."""
         text = "\n\n".join(text_chunks)
         splitter = self.get_text_splitter_given_prompt(prompt, 1, *args, **kwargs)
         packed: list[str] = splitter.split_text(text)

@@ -29,7 +29,7 @@ MESSAGE_BYTES_MAX = 64 << 20
 """Maximum size of a gateway's message."""
 
 TIMEOUT_S_MAX = 10 * 365 * 86_400.0
-"""Ten years: gRPC's clock ends later."""
+"""Ten years, so that a deadline does not exceed the range of gRPC's clock."""
 ATTEMPTS_MAX = 1_000
 _SENDABLE = re.compile(r"[!-~]([ -~]*[!-~])?")
 

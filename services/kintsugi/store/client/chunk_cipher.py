@@ -40,7 +40,7 @@ class ChunkCipher:
     """Encrypts and decrypts the frames of one chunk. Holds only the chunk's own key."""
 
     def __init__(self, data_key: bytes, manifest: ChunkManifest) -> None:
-        """`manifest` must be of an encrypted chunk. Cost: one HKDF."""
+        """`manifest` must describe an encrypted chunk. Cost: one HKDF."""
         assert manifest.is_encrypted
         self._manifest = manifest
         layout = manifest.layout

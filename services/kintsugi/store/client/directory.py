@@ -102,7 +102,7 @@ class ShardMap:
         ranks = _mix(self._hashes, keys, 0) >> np.uint64(1)
         if self.shares and not in_full:
             # A larger share includes the chunks of a smaller one. The draw has its own seed, so it is
-            # independent of the ranks. If too few shards are given the chunk, the others follow.
+            # independent of the ranks. Shards outside their share rank after all others.
             shares = np.array(self.shares)
             is_given = (_mix(self._hashes, keys, 1) * 2.0**-64 < shares) | (shares == 1)
             ranks |= (~is_given).astype(np.uint64) << np.uint64(63)
@@ -123,11 +123,12 @@ def _mix(hashes: npt.NDArray[np.uint64], keys: Sequence[ChunkKey], seed: int) ->
 
 
 def why_not_believed(new: ShardMap, known: ShardMap | None) -> str:
-    """Return why a client rejects a new map from the address of the known one; empty: it accepts the map.
+    """Return why a client rejects a new map from the directory's address; empty: the client accepts it.
 
-    After a restart, a directory may count versions from the beginning again; an earlier start of it, which
-    may still run behind a broken network, is ignored. Another directory at the address, such as one of
-    another service that reuses the port, is accepted only if its map shares a shard with the known map."""
+    After a restart, a directory may count versions from the beginning again, with a higher epoch. Maps of an
+    earlier epoch are rejected: that process may still run behind a network partition. Another directory at
+    the address, such as one of another service that reuses the port, is accepted only if its map shares a
+    shard with the known map."""
     if known is None or not known.shards:
         return ""
     if new.directory == known.directory:

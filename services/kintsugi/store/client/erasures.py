@@ -16,12 +16,13 @@ from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasureMark,
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 
 FOLLOWED_SHARDS = 2
-"""Number of shards that a client asks for erasures. Each has, or learns from others, all of the store's."""
+"""Number of shards that a client asks for erasures. Each shard has all erasures of the store, or learns them
+from the other shards."""
 
 
 def erasures_of_wire(answer: pb.ListErasuresResponse) -> ErasureRange:
-    """Raises `InvalidField`. Times ahead of this machine's clock are reduced to it: an erasure of the far
-    future would cover all later chunks."""
+    """Raises `InvalidField`. Times ahead of this machine's clock are reduced to it: an erasure dated far in
+    the future would cover all later chunks."""
     latest_s = time.time() + CLOCKS_DIFFER_S
 
     def read_time(at_s: float) -> float:
@@ -75,11 +76,11 @@ def follow(
 ) -> ErasurePage:
     """Return the next page of a store's erasures, from the shards that the cursor names.
 
-    ``ask`` calls shards with the number after which each is to list its erasures (None: only its newest
-    number), and returns the answers of those that answer. In place of a shard that left or does not answer,
-    another one is followed from its newest erasure on, if a shard of the cursor has nothing more to tell
-    after that; otherwise from its first erasure on. Raises `Unavailable` if no shard answers, `InvalidField`
-    for an invalid cursor."""
+    ``ask`` calls each shard with the number after which to list erasures (None: the shard returns only its
+    newest number), and returns the answers that it receives. A shard that left or does not answer is replaced
+    by another one, from its newest erasure on, as soon as a shard of the cursor has no more erasures; if no
+    shard of the cursor answers, from its first erasure on. Raises `Unavailable` if no shard answers,
+    `InvalidField` for an invalid cursor."""
     seen = read_cursor(cursor)
     known = {one: seen[one] for one in shard_ids if one in seen}
     others = [one for one in shard_ids if one not in known]
@@ -87,7 +88,7 @@ def follow(
     def draw(count: int) -> list[str]:
         return random.sample(others, max(0, min(count, len(others))))
 
-    # First: what is recorded between both calls is then listed by a shard of the cursor.
+    # Called first, so that a shard of the cursor lists the erasures that are recorded between both calls.
     joined = list(ask(dict.fromkeys(draw(FOLLOWED_SHARDS - len(known)))))
     parts = list(ask(known))
     if cursor and not parts:

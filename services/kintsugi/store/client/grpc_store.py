@@ -58,7 +58,7 @@ ERASE_TIMEOUT_S = 600.0
 
 
 MANIFESTS_BYTES_MAX = 64 << 20
-"""Memory for the manifests that a client remembers of one shard: thousands, with 4 KiB of digests each."""
+"""Memory for the cached manifests of one shard: thousands of manifests, with 4 KiB of digests each."""
 VERIFY_TIMEOUT_S = 600.0
 
 SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
@@ -75,7 +75,7 @@ def counted(breaker: CircuitBreaker, address: str, is_refusal_counted: bool = Tr
     """Record in a breaker whether a shard answered a call. Raises `LeftAlone` while the breaker is open.
 
     A refusal is an answer; without `is_refusal_counted` it is not recorded, because it may come from the
-    client itself. A caller that ends a stream early has received an answer.
+    client itself. A stream that its caller ends early counts as an answer.
     """
     if not breaker.allows():
         raise LeftAlone(f"{address} failed recently and is not called for a moment")
@@ -124,9 +124,9 @@ class Verified:
 
 
 class _RecentManifests:
-    """The manifests of chunks that a client saw lately. Thread-safe.
+    """A cache of the manifests of recently read chunks. Thread-safe.
 
-    They contain the digests that a stream is verified with.
+    Streams are verified with the digests in the manifests.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class GrpcStore(ChunkStore):
         self._manifests = _RecentManifests()
         self._same_host = SameHost()
         self._reads = CircuitBreaker(backs_off=True)
-        """For streams only: a shard may answer lookups and yet hang in a stream. Backs off, because a prompt
+        """For streams only: a shard may answer lookups although its streams hang. Backs off, because a prompt
         waits for each probe."""
         self._writes = CircuitBreaker()
         """For puts only."""

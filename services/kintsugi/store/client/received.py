@@ -37,8 +37,8 @@ CROWDED_RETRY_S = 1.0
 """Wait before the next attempt if the shard had no free lease or no room in RAM."""
 _CONNECT_TIMEOUT_S = 2.0
 MESSAGES_BYTES_SLACK = 16 << 20
-"""Bytes that a stream's messages may have beyond twice the chunks' frames: headers, and chunks that were put
-again with another layout."""
+"""Bytes that a stream may send beyond twice the size of the requested frames: headers, and chunks that were
+put again with another layout."""
 REASON_CHARS_MAX = 500
 
 

@@ -358,7 +358,7 @@ class ShardedStore(ChunkStore):
         while len(found) < limit:
             ask = partial(GrpcStore.list, namespace=namespace, limit=limit, after=after)
             answers = self._ask_all(shards.shards, ask)
-            pages = _require_all(shards, answers, "what it holds would be left out; list again")
+            pages = _require_all(shards, answers, "the list would lack its chunks; list again")
             # A shard with a full page may hold more chunks, which precede the other shards' later keys.
             ends = [page[-1].key for page in pages if len(page) >= limit]
             end = min(ends, default=None)
@@ -455,7 +455,7 @@ _SHARDS, _LEASE = ",", "="
 def _split_by_owner(
     shards: ShardMap, keys: Sequence[ChunkKey], replicas: int
 ) -> dict[ShardAddress, list[int]]:
-    """Return the indices of the keys of which each shard is one of the first `replicas` owners."""
+    """For each shard, return the indices of the keys for which it is one of the first `replicas` owners."""
     owned: dict[ShardAddress, list[int]] = {}
     for index, owners in enumerate(shards.owners_of_each(keys)):
         for owner in owners[:replicas]:

@@ -22,14 +22,14 @@ class ContentIndex:
 
     A lookup costs one probe for each of the prompt's anchors and, for each chunk head that the prompt
     contains, a probe for each of the head's last anchors or of the prompt's anchors, whichever are fewer. So
-    it stays cheap if all chunks begin, or end, alike: it answers lengths, and no list is searched or sorted.
-    A chunk takes about half a kilobyte."""
+    it stays cheap even if all chunks have the same first or last anchor: it returns lengths, and searches or
+    sorts no list. A chunk takes about half a kilobyte."""
 
     def __init__(self) -> None:
         self._spaces: dict[tuple[str, bytes], dict[int, dict[int, _Alike]]] = {}
 
     def add(self, manifest: ChunkManifest) -> None:
-        """Add a chunk. One without anchors is named only by spans."""
+        """Add a chunk. A chunk without anchors is ignored, because only spans can name it."""
         if manifest.anchors:
             first, last = anchored_at(manifest.anchors)
             heads = self._spaces.setdefault((manifest.namespace, manifest.space_digest), {})

@@ -24,9 +24,9 @@ DETAIL_CHARS_MAX = 1024
 """gRPC carries details in HTTP/2 headers, which are bounded."""
 
 _TABLE: tuple[tuple[type[errors.KintsugiError], Any], ...] = (
-    # An exception is sent with the status of the first row whose class it is an instance of. A status without
-    # metadata is read as the class of its first row. So a subclass may follow the class that its status is
-    # read as only if its base is not in the table.
+    # An exception is sent with the status of the first row whose class matches by `isinstance`. A status
+    # without metadata is read as the class of the first row with that status. So a class may share the status
+    # of an earlier row only if none of its base classes is in the table.
     (errors.InvalidField, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NotFound, grpc.StatusCode.NOT_FOUND),
     (errors.ResourceExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),

@@ -179,8 +179,8 @@ class ChunkStore(ABC):
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         """Return the fastest tier that holds each key, None for a miss.
 
-        Use it to act on misses. Unlike `lookup`, raises `Unavailable` if a key was not found and a
-        shard that owns it did not answer."""
+        Use it where a miss leads to an action. Unlike `lookup`, raises `Unavailable` if a key was not found
+        and a shard that owns it did not answer."""
         return [self.transport if manifest else None for manifest in self.lookup(namespace, keys)]
 
     @abstractmethod
@@ -224,8 +224,8 @@ class ChunkStore(ABC):
     ) -> Generator[LayerFrame | ChunkLost, None, None]:
         """Yield frames, verified against their digests, layer by layer: layer i of every chunk comes before
         layer i + 1 of any. If `layers` begins below 0, the side frames of those kinds come first, of the
-        chunks that have them. `heads` refers to the layer with the most heads; of other layers, the same
-        share is read. Encrypted frames are verified when they are decrypted.
+        chunks that have them. `heads` refers to the layer with the most heads; the same share of every other
+        layer is read. Encrypted frames are verified when they are decrypted.
 
         Nothing is read before the iterator is advanced; closing it early frees what it holds. Raises
         `DeadlineExceeded` if a layer takes longer than `deadline_s`."""
@@ -255,8 +255,8 @@ class ChunkStore(ABC):
         """Erase chunks whose saves were requested until `at_s` (Unix seconds; 0: now); `keys` None: all
         chunks of the namespace and its parts. No tier keeps any of their bytes, or any bytes of copies that
         it evicted earlier. Returns the places where they were stored; every shard is named. Waits for readers
-        of the chunks. `within`: the pattern of namespaces that whoever asked may use; empty: that of this
-        client's token. Beyond a number of records, older ones of one pattern are merged.
+        of the chunks. `within`: the pattern of namespaces that the caller may use; empty: that of this
+        client's token. If a shard has too many records of erasures, it merges older records of one pattern.
 
         The erasure is recorded: puts requested until then are refused, caches apply it (`erasures`), and
         absent shards apply it when they return. Raises `Unavailable` if a shard that may hold some chunks did

@@ -34,8 +34,8 @@ def parse_message(kind: Any, data: bytes) -> Any:
 
 @cache
 def _without_texts(declared: Any) -> DescriptorPool:
-    """Return the messages of a proto file with bytes in place of texts: the same wire format, but decoding
-    does not fail at a text that is not UTF-8, and does not hide which one it is."""
+    """Return the messages of a proto file with `bytes` fields in place of `string` fields. The wire format is
+    the same, but decoding accepts a text that is not UTF-8, so that an error can name its field."""
     pool = DescriptorPool()
     for source in (*declared.dependencies, declared):
         file = FileDescriptorProto()

@@ -49,7 +49,8 @@ MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + (1 << 20)
 KEYS_MAX = 4096
 """Maximum number of keys per call."""
 ANCHORS_MAX = 1 << 17
-"""Maximum number of anchors per call: those of a prompt, because a chunk is found by two of them."""
+"""Maximum number of anchors per call. A call contains all anchors of a prompt, because two of them find a
+chunk."""
 LIST_MAX = 10_000
 RESPONSE_BYTES_MAX = 32 << 20
 """Maximum size of the manifests in one response. A page of a listing ends there, and a larger lookup is
@@ -60,14 +61,15 @@ LOOKUP_KEYS_BATCH = 256
 DIGEST_BYTES = 32
 _PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in PartKind}
 ENTRY_BYTES = 4096
-"""A chunk with few digests takes 3.5 KB in memory and 1.1 KB in a catalog, as measured."""
+"""Bytes counted for a chunk's entry. With few digests, 3.5 KB in memory and 1.1 KB in a catalog were
+measured."""
 FIELD_BYTES = 192
-"""An anchor, a side frame or the key of a context."""
+"""Bytes counted for each anchor, side frame or context key."""
 GROUP_BYTES = 1024
-"""A group of layers, if no other chunk has the layout."""
+"""Bytes counted for each group of layers, as if no other chunk had the layout."""
 _GROUP_BYTES_MAX = 64
 _FIELD_BYTES_MAX = 34
-"""Maximum size of an anchor, a side frame's size or the key of a context."""
+"""Maximum size on the wire of an anchor, a side frame's size or a context key."""
 _PAYLOAD_TAG = 15 << 3 | 2
 _BYTES_WIRE_TYPE, _VARINT_WIRE_TYPE = 2, 0
 
@@ -87,8 +89,8 @@ RECONNECT_S_MAX = 5.0
 """Longest wait between two attempts to connect. With gRPC's default of 120 s, calls would fail long after the
 server has returned."""
 CLIENT_IDLE_S = 20.0
-"""Time without a call after which a client closes its connection: before a server does
-(`grpc_server.IDLE_S`), for which gRPC's client would print a line."""
+"""Time without a call after which a client closes its connection. It is shorter than the server's
+(`grpc_server.IDLE_S`), because gRPC's client prints a line if the server closes the connection."""
 CONNECTION_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", int(RECONNECT_S_MAX * 1000)),
     ("grpc.client_idle_timeout_ms", int(CLIENT_IDLE_S * 1000)),
@@ -134,8 +136,8 @@ def manifest_bytes(manifest: ChunkManifest) -> int:
 
 
 def memory_bytes(manifest: ChunkManifest) -> int:
-    """Return an upper bound of the memory that a manifest takes, with all that a shard keeps of a chunk
-    beside its frames. A record in a catalog takes no more on disk."""
+    """Return an upper bound of the memory that a shard uses for a chunk apart from its frames. A record in a
+    catalog takes no more than this on disk."""
     fields = len(manifest.anchors) + len(manifest.context_keys) + len(manifest.side_frames)
     return (
         ENTRY_BYTES

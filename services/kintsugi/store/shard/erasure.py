@@ -80,7 +80,7 @@ class Scope:
         }
 
     def with_keys(self, keys: Iterable[ChunkKey]) -> Scope:
-        """Return the scope with more chunks. A whole namespace has them already."""
+        """Return the scope with these chunks added. The scope of a whole namespace includes them already."""
         return self if self.keys is None else replace(self, keys=self.keys.union(keys))
 
 

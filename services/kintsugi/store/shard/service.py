@@ -553,7 +553,8 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
 
 
 def _without_use(stats: pb.StatsResponse) -> pb.StatsResponse:
-    """Return what a caller may see that is bound to some namespaces: nothing that others' use changes."""
+    """Return the statistics for a caller that may use only some namespaces, without values that reveal the
+    use of others."""
     tiers = [pb.TierStats(name=tier.name, bytes_capacity=tier.bytes_capacity) for tier in stats.tiers]
     return pb.StatsResponse(
         shard_id=stats.shard_id,

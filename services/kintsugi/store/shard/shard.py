@@ -57,12 +57,12 @@ client needs to read its chunks."""
 CUT_PERIOD_S = 1.0
 """Interval at which an erasure cuts the calls that it waits for."""
 FREE_POLL_S, FREE_POLL_S_MAX, FREE_POLL_GROWTH = 0.002, 0.1, 1.25
-"""Shortest and longest time between two looks whether chunks are still in use, and how it grows."""
+"""Shortest and longest time between two checks whether chunks are still in use, and its growth factor."""
 
 T = TypeVar("T")
 Steps = Generator[float, None, T]
-"""Work in steps: what is yielded is the time in seconds before the next step. No step waits for a client, so
-the work of many clients can share a few threads."""
+"""Work in steps. Each step yields the time in seconds before the next one. No step waits for a client, so the
+work of many clients can share a few threads."""
 
 
 class Shard:
@@ -457,7 +457,7 @@ class Shard:
 
 
 def poll_waits_s() -> Iterator[float]:
-    """Yield the times between looks. They grow slowly, so that little time passes after the last one."""
+    """Yield the times between checks. They grow slowly, so that the chunks' release is noticed soon."""
     wait_s = FREE_POLL_S
     while True:
         yield wait_s

@@ -80,7 +80,7 @@ class S3Fifo(EvictionPolicy[Item]):
     """S3-FIFO: a small queue for new items, a main queue for items that came back, and a memory of those that
     left.
 
-    Yang et al., SOSP'23, with two parameters moved for chunk traffic: half of the tier is "small", and the
+    Yang et al., SOSP'23, with two parameters changed for chunk traffic: half of the tier is "small", and the
     ghost remembers twice the tier's bytes, because prompts come back after minutes, not seconds. Chosen on
     the first half of a production trace, measured on the second: docs/adr/0005. Cost: constant, plus a step
     over each item that may not leave and for each use that is subtracted from items of the main queue before

@@ -500,8 +500,8 @@ class Room:
         self._reuse.record_eviction(entry.address)
 
     def write_or_forget(self, entry: ChunkEntry, source: CopyTier) -> None:
-        """Write a chunk that left the tier `source`, and that only RAM has, to the last SSD tier, unless that
-        is where it left."""
+        """Write a chunk that left the tier `source`, and that only RAM has, to the last SSD tier, unless
+        `source` is that tier."""
         if source is self._queues[-1].tier:
             self.forget(entry)
         else:
@@ -512,5 +512,5 @@ class Room:
         return NoRoomYet(
             f"{frames_bytes(manifest)} bytes do not fit beside chunks that are pinned, being read or waiting "
             f"for the disk ({self._ram.allocator.free_bytes} of {self._ram.capacity_bytes} bytes of RAM are "
-            "free), or into what the namespace may use; try again later"
+            "free), or exceed the namespace's limit; try again later"
         )

@@ -292,7 +292,8 @@ def _import_obstore() -> Any:
 
 
 def _fill(views: Sequence[memoryview], body: Iterator[Any]) -> int:
-    """Copy a body into views. Returns its length; of a body that is too long, the bytes that were read."""
+    """Copy a body into views. Returns its length, or the number of bytes read from a body that is too
+    long."""
     filled = 0
     left = [view.cast("B") for view in views]
     for part in body:
@@ -310,8 +311,8 @@ def _fill(views: Sequence[memoryview], body: Iterator[Any]) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a call failed, in one line. Of an answer, only the code is included, because the text may
-    repeat parts of the request."""
+    """Return why a call failed, in one line. Includes only the status code of a response, because its text
+    may repeat parts of the request."""
     text = str(error)
     code = _CODE.search(text)
     line = text.split("\n", 1)[0].split("<", 1)[0]

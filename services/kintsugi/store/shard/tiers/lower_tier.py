@@ -56,9 +56,9 @@ def catalog_key(address: Address) -> bytes:
 def check_format(path: Path) -> None:
     """Refuse the catalog at `path` if any intact record has a format that this version does not read.
 
-    Call it before opening the tier, which may take such records for damaged and drop them. It changes no file
-    (except to pad one that was cut) and takes no LMDB lock, so the caller must own the folder. It reads every
-    record, because only records name the format; this takes a tenth of the time of opening the tier. Raises
+    Call it before opening the tier, which may drop such records as damaged. It changes no file (except to pad
+    one that was cut) and takes no LMDB lock, so the caller must own the folder. It reads every record,
+    because only records name the format; this takes a tenth of the time of opening the tier. Raises
     `VersionMismatch`, and `lmdb.Error` for a damaged file.
     """
     file = path / _FILE
@@ -275,7 +275,7 @@ class LowerTier(CopyTier):
     def _open_catalog(self) -> None:
         """Raises `OSError` and `lmdb.Error`."""
         self.catalog = Catalog(self.folder / "catalog")
-        sync_path(self.folder)  # or a power loss takes the folder's files, however they were synced
+        sync_path(self.folder)  # otherwise a power loss may remove even synced files
 
     @abstractmethod
     def read(self, residence: Residence, first: int, frames: Sequence[memoryview]) -> None:
