@@ -89,7 +89,7 @@ def main() -> int:
         return 1 if problems else 0
     FOLDER.mkdir(exist_ok=True)
     for part, value in found.items():
-        (FOLDER / f"{part}.json").write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+        (FOLDER / f"{part}.json").write_text(json.dumps(value, indent=0, ensure_ascii=False) + "\n")
     return 0
 
 
