@@ -86,7 +86,12 @@ def test_calibration_decides_alike_twice_and_the_gate_reads_it(engine: LocalEngi
         cells = calibrate(bench, keeper, Quality.BALANCED, "plain", minutes=None)
         found.append((cells, keeper.report))
     (first, report), (again, _) = found
-    assert [one.standing for one in first] == [one.standing for one in again]
+    # How prompts share steps moves a loss by a rounding step, and not what is decided.
+    decided, decided_again = (
+        [(one.standing.passed, one.standing.next, one.standing.tally.pairs) for one in cells]
+        for cells in (first, again)
+    )
+    assert decided == decided_again
     (cell,) = report.cells
     tally = report.tally(cell, FILE, LADDER[0])
     assert tally.pairs == len(bench.cases)
