@@ -30,6 +30,8 @@ DECLINED = ("test_declined.py", "-k", "adapters or speculation")
 """Run on vLLM's CPU engine: what vLLM computes for them does not run in a pose."""
 COMPOSED = ("adapters", "disaggregated prefill", "n-gram speculation", "offloading", "pause")
 CASES_MIN = 20
+JUNIT = ("-o", "junit_family=xunit1")
+"""pytest's default format has no properties of single tests, and warns of each."""
 
 
 def read_figures(posed: str, declined: str) -> list[Figure]:
@@ -77,7 +79,7 @@ def run_tests(*arguments: str, is_posed: bool) -> tuple[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posed.xml"
         finished = subprocess.run(
-            [sys.executable, "-u", "-m", "pytest", f"--junitxml={path}", *arguments],
+            [sys.executable, "-u", "-m", "pytest", *JUNIT, f"--junitxml={path}", *arguments],
             cwd=REPOSITORY / TESTS,
             env={**environment, **({"KINTSUGI_POSED": "1"} if is_posed else {})},
             stdout=sys.stderr,
