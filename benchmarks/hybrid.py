@@ -8,7 +8,6 @@ and the KL divergence of blends, relative to those of full prefill and of full K
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -18,24 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from benchmarks.support.figures import report
 from benchmarks.support.hybrid import hybrid_model_once, measure
-from benchmarks.support.quality_curve import Setup
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few prompts, one configuration")
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
-    parser.add_argument("--prompts", type=int, default=50, help="judged prompts per task")
-    parser.add_argument("--model", type=Path, help="a folder that benchmarks/testbed/hybrid.py wrote")
-    arguments = parser.parse_args()
-    model = arguments.model or hybrid_model_once()
-    setup = Setup(model, arguments.quick, prompts_asked=2 if arguments.quick else arguments.prompts)
-    figures = measure(setup)
-    config = {"quick": arguments.quick, "prompts_per_task": setup.prompts, **setup.details}
-    report("hybrid", config, figures, save_as="hybrid" if arguments.save else None)
-
+from benchmarks.support.trained_models import run
 
 if __name__ == "__main__":
-    main()
+    run("hybrid", __doc__, hybrid_model_once, measure, quick_prompts=2)

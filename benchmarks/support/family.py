@@ -7,15 +7,12 @@ wins on this model, not whether the model is good enough.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 from benchmarks.support import testbed_questions as testbed
-from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.quality_curve import (
     Setup,
@@ -28,12 +25,12 @@ from benchmarks.support.quality_curve import (
     trained,
 )
 from benchmarks.support.scores import ratio_bootstrap
+from benchmarks.support.trained_models import checkpoint_once
 from benchmarks.testbed.export import export
 from benchmarks.testbed.recipes import RECIPES, Recipe
 from benchmarks.testbed.train import train
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import describe_selection
-from kintsugi.models.cache import cache_folder, make_folder_once
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import Scores
 
@@ -48,14 +45,13 @@ Picks = dict[str, Selection]
 
 def train_once(recipe: Recipe) -> Path:
     """The checkpoint folder of the recipe's model. Trains it if the cache has none."""
-    name = f"testbed-{recipe.shape.model_type}-{recipe.digest}"
-    return make_folder_once(cache_folder() / "checkpoints" / name, lambda draft: _train(recipe, draft))
+    model_type = recipe.shape.model_type
+    title = f"a {model_type} of the recipe {recipe.digest}"
+    return checkpoint_once(f"{model_type}-{recipe.digest}", title, lambda draft: _train(recipe, draft))
 
 
 def _train(recipe: Recipe, folder: Path) -> None:
-    say(f"training a {recipe.shape.model_type} of the recipe {recipe.digest}")
-    with redirect_stdout(sys.stderr):
-        train(folder, recipe)
+    train(folder, recipe)
     state = folder / "state.pt"
     export(state, folder)
     state.unlink()

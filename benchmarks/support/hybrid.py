@@ -7,21 +7,18 @@ some questions, within a quarter of a full prefill's cost, and judged on others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
-from sys import stderr
 from typing import Any
 
 from benchmarks.support import testbed_questions as testbed
-from benchmarks.support.engines import say
 from benchmarks.support.family import NOTHING, divergences
 from benchmarks.support.figures import Figure
 from benchmarks.support.latent import COST, SHARE_MAX, choose
 from benchmarks.support.quality_curve import Setup, bench_of, count_mismatches, exact, judged, share, trained
 from benchmarks.support.scores import ratio_bootstrap
+from benchmarks.support.trained_models import checkpoint_once
 from benchmarks.testbed.hybrid import make_hybrid_model, recipe_digest
 from kintsugi.core.report import describe_selection
-from kintsugi.models.cache import cache_folder, make_folder_once
 from kintsugi.quality import metrics
 
 ANSWERS_MIN, GAP_MIN = 0.96, 25
@@ -32,14 +29,8 @@ NO_PREFIX_CACHE: dict[str, Any] = {"dtype": "float32", "enable_prefix_caching": 
 
 
 def hybrid_model_once() -> Path:
-    """The checkpoint folder. Trains the model if the cache has none: some minutes on one core."""
-    return make_folder_once(cache_folder() / "checkpoints" / f"testbed-hybrid-{recipe_digest()}", _make)
-
-
-def _make(folder: Path) -> None:
-    say("training the hybrid")
-    with redirect_stdout(stderr):
-        make_hybrid_model(folder)
+    """The checkpoint folder. Trains the model if the cache has none."""
+    return checkpoint_once(f"hybrid-{recipe_digest()}", "the hybrid", make_hybrid_model)
 
 
 def measure(setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:

@@ -7,9 +7,7 @@ some questions, within a quarter of a full prefill's cost, and judged on others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
-from sys import stderr
 
 from benchmarks.support import grid
 from benchmarks.support import testbed_questions as testbed
@@ -26,25 +24,19 @@ from benchmarks.support.quality_curve import (
     trained,
 )
 from benchmarks.support.scores import ratio_bootstrap
+from benchmarks.support.trained_models import checkpoint_once
 from benchmarks.testbed.latent import make_latent_model, recipe_digest
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import describe_selection
 from kintsugi.core.request import SelectorName
-from kintsugi.models.cache import cache_folder, make_folder_once
 from kintsugi.quality.measure import Bench, measure_selection
 
 COST, SHARE_MAX = 0.25, 0.3
 
 
 def latent_model_once() -> Path:
-    """The checkpoint folder. Trains the model if the cache has none: some minutes on one core."""
-    return make_folder_once(cache_folder() / "checkpoints" / f"testbed-latent-{recipe_digest()}", _make)
-
-
-def _make(folder: Path) -> None:
-    say("training the model with latent attention")
-    with redirect_stdout(stderr):
-        make_latent_model(folder)
+    """The checkpoint folder. Trains the model if the cache has none."""
+    return checkpoint_once(f"latent-{recipe_digest()}", "the model with latent attention", make_latent_model)
 
 
 def candidates(num_layers: int, quick: bool) -> list[Selection]:

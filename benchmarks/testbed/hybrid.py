@@ -12,24 +12,21 @@ The same code, steps and torch give the same weights on one kind of processor wi
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import math
 from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.testbed.converted import bundled_fields, digest_of, run, write_files
 from benchmarks.testbed.evaluate import Bundle
-from benchmarks.testbed.latent import copy_tokenizer
 from benchmarks.testbed.model import LOCAL_HEADS, Attention, ModelShape, TinyModel, causal_mask, rotation
 from benchmarks.testbed.recipes import CURRICULUM
 from benchmarks.testbed.tokenizer import build_vocabulary
-from benchmarks.testbed.train import NO_REFERENCE, forward_loss, make_batch
+from benchmarks.testbed.train import forward_loss, make_batch
 from kintsugi.models.bundled import bundled_checkpoint
 
 VERSION = 1
@@ -180,22 +177,17 @@ def train(model: TinyModel, steps: int) -> None:
             group["lr"] = group["peak"] * scale
         adam.step()
         model.zero_grad(set_to_none=True)
-        totals["answers"] += int(batch.answers.sum())
-        totals["answers_right"] += done.answers_right
-        totals["references"] += int((batch.references != NO_REFERENCE).sum())
-        totals["references_right"] += done.references_right
+        totals.update(done.count_right(batch))
         if (step + 1) % 5 == 0:
             print(json.dumps({"step": step + 1, "loss": round(done.loss.item(), 4), **totals}), flush=True)
             totals.clear()
 
 
-def config_of(shape: ModelShape, base: dict[str, object]) -> dict[str, object]:
-    """The checkpoint's config; `base` is the bundled model's."""
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+def config_of(shape: ModelShape) -> dict[str, object]:
+    """The checkpoint's config."""
     more = ("num_key_value_heads", "rms_norm_eps", "rope_parameters", "hidden_act", "attention_bias")
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "max_position_embeddings")
     return {
-        **{name: base[name] for name in (*kept, *more, *ids)},
+        **bundled_fields(*more),
         "architectures": ["GraniteMoeHybridForCausalLM"],
         "model_type": "granitemoehybrid",
         "layer_types": [
@@ -234,19 +226,13 @@ def checkpoint_weights(model: TinyModel) -> dict[str, Tensor]:
 
 
 def write_checkpoint(model: TinyModel, folder: Path) -> None:
-    """Everything that transformers and vLLM load; the tokenizer is the bundled model's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    base = json.loads((bundled_checkpoint() / "config.json").read_text())
-    copy_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(config_of(model.shape, base), indent=2) + "\n")
-    save_file(checkpoint_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+    """Everything that transformers and vLLM load."""
+    write_files(folder, config_of(model.shape), checkpoint_weights(model))
 
 
 def recipe_digest(steps: int = STEPS) -> str:
     """Names the recipe: 12 hexadecimal digits."""
-    weights = hashlib.sha256((bundled_checkpoint() / "model.safetensors").read_bytes()).hexdigest()
-    recipe = f"{VERSION} {FIRST_STEPS} {FIRST_RATE} {steps} {MIXER_RATE} {RATE} {SEED} {weights}"
-    return hashlib.sha256(recipe.encode()).hexdigest()[:12]
+    return digest_of(f"{VERSION} {FIRST_STEPS} {FIRST_RATE} {steps} {MIXER_RATE} {RATE} {SEED}")
 
 
 def make_hybrid_model(folder: Path, steps: int = STEPS) -> None:
@@ -258,14 +244,5 @@ def make_hybrid_model(folder: Path, steps: int = STEPS) -> None:
     write_checkpoint(model.eval(), folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    make_hybrid_model(arguments.out, arguments.steps)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, make_hybrid_model, STEPS)

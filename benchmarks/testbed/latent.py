@@ -14,24 +14,21 @@ The same code, steps and torch give the same weights on one kind of processor wi
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import math
-import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from benchmarks.testbed.converted import bundled_fields, digest_of, run, write_files
 from benchmarks.testbed.evaluate import Bundle
 from benchmarks.testbed.model import Attention, ModelShape, TinyModel, rotate
 from benchmarks.testbed.recipes import CURRICULUM, Rates
 from benchmarks.testbed.tokenizer import build_vocabulary
-from benchmarks.testbed.train import NO_REFERENCE, Muon, forward_loss, learning_scale, make_batch
+from benchmarks.testbed.train import Muon, forward_loss, learning_scale, make_batch
 from kintsugi.models.bundled import bundled_checkpoint
 
 VERSION = 1
@@ -154,10 +151,7 @@ def train(model: TinyModel, steps: int, log: Path) -> None:
         muon.step(RATES.muon * scale)
         adam.step()
         model.zero_grad(set_to_none=True)
-        totals["answers"] += int(batch.answers.sum())
-        totals["answers_right"] += done.answers_right
-        totals["references"] += int((batch.references != NO_REFERENCE).sum())
-        totals["references_right"] += done.references_right
+        totals.update(done.count_right(batch))
         if (step + 1) % 20 == 0:
             line = {"step": step + 1, "loss": round(done.loss.item(), 4), **totals}
             with log.open("a") as file:
@@ -165,12 +159,10 @@ def train(model: TinyModel, steps: int, log: Path) -> None:
             totals.clear()
 
 
-def config_of(shape: ModelShape, base: dict[str, object]) -> dict[str, object]:
-    """The checkpoint's config; `base` is the bundled model's."""
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "max_position_embeddings")
+def config_of(shape: ModelShape) -> dict[str, object]:
+    """The checkpoint's config."""
     return {
-        **{name: base[name] for name in (*kept, *ids)},
+        **bundled_fields(),
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
         "num_key_value_heads": shape.num_attention_heads,
@@ -211,26 +203,14 @@ def checkpoint_weights(model: TinyModel) -> dict[str, Tensor]:
     return {name: tensor.float().contiguous() for name, tensor in weights.items()}
 
 
-def copy_tokenizer(folder: Path) -> None:
-    """Copy what the bundled model has beside its config and weights."""
-    for path in bundled_checkpoint().iterdir():
-        if path.name.startswith(("tokenizer", "special_tokens", "generation_config", "chat_template")):
-            shutil.copy(path, folder)
-
-
 def write_checkpoint(model: TinyModel, folder: Path) -> None:
-    """Everything that transformers and vLLM load; the tokenizer is the bundled model's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    base = json.loads((bundled_checkpoint() / "config.json").read_text())
-    copy_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(config_of(model.shape, base), indent=2) + "\n")
-    save_file(checkpoint_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+    """Everything that transformers and vLLM load."""
+    write_files(folder, config_of(model.shape), checkpoint_weights(model))
 
 
 def recipe_digest(steps: int = STEPS) -> str:
     """Names the recipe: 12 hexadecimal digits."""
-    weights = hashlib.sha256((bundled_checkpoint() / "model.safetensors").read_bytes()).hexdigest()
-    return hashlib.sha256(f"{VERSION} {steps} {SEED} {RATES} {weights}".encode()).hexdigest()[:12]
+    return digest_of(f"{VERSION} {steps} {SEED} {RATES}")
 
 
 def make_latent_model(folder: Path, steps: int = STEPS) -> None:
@@ -242,14 +222,5 @@ def make_latent_model(folder: Path, steps: int = STEPS) -> None:
     write_checkpoint(model.eval(), folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    make_latent_model(arguments.out, arguments.steps)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, make_latent_model, STEPS)

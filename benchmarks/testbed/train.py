@@ -144,6 +144,15 @@ class Forward:
     answers_right: int
     references_right: int
 
+    def count_right(self, batch: Batch) -> dict[str, int]:
+        """The batch's answers and references, and how many of each were right."""
+        return {
+            "answers": int(batch.answers.sum()),
+            "answers_right": self.answers_right,
+            "references": int((batch.references != NO_REFERENCE).sum()),
+            "references_right": self.references_right,
+        }
+
 
 def forward_loss(
     model: Callable[..., tuple[Tensor, Tensor]],
@@ -251,10 +260,7 @@ def train(
         adam.step()
         model.zero_grad(set_to_none=True)
         seen += batch.tokens.numel()
-        totals["answers"] += int(batch.answers.sum())
-        totals["answers_right"] += done.answers_right
-        totals["references"] += int((batch.references != NO_REFERENCE).sum())
-        totals["references_right"] += done.references_right
+        totals.update(done.count_right(batch))
         if (step + 1) % 25 == 0:
             line = {
                 "step": step + 1,
