@@ -30,6 +30,8 @@ from kintsugi.store.protocol.watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
 
+SEE_SHARDS = "see which shards answer: kintsugi status --url URL"
+
 DIRECTORY_SERVICE = "kintsugi.rpc.v1.ShardDirectory"
 SHARDS_MAX = 1024
 _FIRST_MAP_TIMEOUT_S = 10.0

@@ -12,6 +12,7 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.namespaces import check_namespace_pattern
 from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.client.directory import SEE_SHARDS
 from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasureMark, ErasurePage, ErasureRange
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 
@@ -95,7 +96,7 @@ def follow(
         joined = []
         parts = list(ask(dict.fromkeys(draw(FOLLOWED_SHARDS), 0)))
     if not (parts or joined):
-        raise Unavailable("no shard answers; see which shards answer: kintsugi status --url URL")
+        raise Unavailable(f"no shard answers; {SEE_SHARDS}")
     erasures = list(dict.fromkeys(erasure for part in parts for erasure in part.erasures))
     if all(part.erasures for part in parts) and cursor:
         joined = []

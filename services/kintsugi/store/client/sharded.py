@@ -28,7 +28,7 @@ from kintsugi.core.errors import (
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.chunk_cipher import encrypt_chunk
-from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
+from kintsugi.store.client.directory import SEE_SHARDS, ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.erasures import follow
 from kintsugi.store.client.grpc_store import (
     SHARD_FAILURES,
@@ -210,7 +210,7 @@ class ShardedStore(ChunkStore):
         for index, address in silent.items():
             if found[index] is None:
                 raise Unavailable(
-                    f"{address.address} owns chunk {keys[index]} and does not answer; {_SEE_SHARDS}"
+                    f"{address.address} owns chunk {keys[index]} and does not answer; {SEE_SHARDS}"
                 )
         return found
 
@@ -244,7 +244,7 @@ class ShardedStore(ChunkStore):
         answers = [answer for answer in self._ask_all(owners, put) if answer is not None]
         if not answers:
             raise Unavailable(
-                f"none of the {len(owners)} shards that own chunk {manifest.key} answers; {_SEE_SHARDS}"
+                f"none of the {len(owners)} shards that own chunk {manifest.key} answers; {SEE_SHARDS}"
             )
         return any(answers)
 
@@ -377,14 +377,14 @@ class ShardedStore(ChunkStore):
             return True
 
         if not any(self._ask_all(self.shard_map().shards, put)):
-            raise Unavailable(f"no shard took the report; {_SEE_SHARDS}")
+            raise Unavailable(f"no shard took the report; {SEE_SHARDS}")
 
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
         shards = self.shard_map().shards
         answers = self._ask_all(shards, lambda store: (store.get_report(fingerprint, name),))
         held = {shard: answer[0] for shard, answer in zip(shards, answers, strict=True) if answer is not None}
         if not held:
-            raise Unavailable(f"no shard answers; {_SEE_SHARDS}")
+            raise Unavailable(f"no shard answers; {SEE_SHARDS}")
         newest: bytes | None = None
         for document in held.values():
             if document is not None and supersedes(document, newest):
@@ -446,7 +446,6 @@ class ShardedStore(ChunkStore):
 
 
 _CLOSED = "this client is closed"
-_SEE_SHARDS = "see which shards answer: kintsugi status --url URL"
 _NO_SHARDS = "the shard map is empty; start a shard (kintsugi store serve --help says how)"
 _SHARDS, _LEASE = ",", "="
 """Separators in the id of a lease at several shards: `SHARD=LEASE,SHARD=LEASE`."""
@@ -474,5 +473,5 @@ def _require_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: 
     silent = [shard for shard, answer in zip(shards.shards, answers, strict=True) if answer is None]
     if silent:
         counted = f"{len(silent)} of {len(answers)} shards"
-        raise Unavailable(f"{silent[0].address} does not answer ({counted}): {otherwise}; {_SEE_SHARDS}")
+        raise Unavailable(f"{silent[0].address} does not answer ({counted}): {otherwise}; {SEE_SHARDS}")
     return [answer for answer in answers if answer is not None]
