@@ -255,7 +255,7 @@ def main() -> None:
     live = parser.add_argument_group("the section live")
     live.add_argument("--model", default="bundled", help="default: %(default)s")
     live.add_argument("--tokens", type=int, default=1200, help="of a prompt, about; default: %(default)s")
-    live.add_argument("--dtype", default="auto", help="vLLM's; default: %(default)s")
+    live.add_argument("--dtype", default="", help="vLLM's; default: the service's own")
     live.add_argument("--minutes", type=float, default=10.0, help="longest wait; default: %(default)s")
     arguments = parser.parse_args()
     setup = Setup(

@@ -64,8 +64,12 @@ class LiveSetup:
     """Approximate length of a prompt."""
     minutes: float
     """Longest wait."""
-    dtype: str = "auto"
-    """vLLM's `dtype`."""
+    dtype: str = ""
+    """vLLM's `dtype`; the service chooses where none is given."""
+
+    @property
+    def named(self) -> str:
+        return f"{self.model} ({self.dtype})" if self.dtype else self.model
 
 
 def _questions(setup: LiveSetup) -> list[Question]:
@@ -81,7 +85,7 @@ def _questions(setup: LiveSetup) -> list[Question]:
 def _specification(setup: LiveSetup, quality: str) -> dict[str, Any]:
     path = str(bundled_checkpoint()) if setup.model == "bundled" else setup.model
     ports = {"http_port": 0, "grpc_port": 0}
-    engines = {"quality": quality, "vllm": {"dtype": setup.dtype}}
+    engines = {"quality": quality, "vllm": {"dtype": setup.dtype} if setup.dtype else {}}
     return {"model": {"path": path}, "engines": engines, "gateway": ports}
 
 
@@ -155,7 +159,7 @@ def measure_delay(setup: LiveSetup) -> list[Figure]:
             learned_s += (time.monotonic() - began_s) * learns
         progress = _progress(server)
     pairs = progress.get("pairs") or 0
-    told = f"{setup.model} ({setup.dtype}), about {setup.tokens} tokens, {len(waits[True])} prompts each"
+    told = f"{setup.named}, about {setup.tokens} tokens, {len(waits[True])} prompts each"
     p50, p95 = (percentile(waits[True], one) / percentile(waits[False], one) for one in (0.5, 0.95))
     growth = (rss_most - rss_first) / 2**20
     return [
@@ -218,7 +222,7 @@ def _ask(setup: LiveSetup, client: Client, questions: list[Question], server: Se
     is_bundled = setup.model == "bundled"  # its report opens at once, and its prompts are short
     bar = None if is_bundled else BARS.get((setup.model, setup.tokens))
     length = "testbed" if is_bundled else f"about {setup.tokens} tokens"
-    told = f"{setup.model} ({setup.dtype}), {length}, {asked} prompts; {_progress(server)['detail']}"
+    told = f"{setup.named}, {length}, {asked} prompts; {_progress(server)['detail']}"
     figures = [
         Figure(
             "minutes_to_first_blend",
