@@ -43,6 +43,8 @@ class BlendJob:
     timeline: bool
     next_token_id: int
     """The prompt's last token, which the engine computes after the blend."""
+    yields: bool = False
+    """Whether the blend pauses while other requests are prefilled or blended: no client waits for it."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     cache_is_reset: bool = False
     """Whether the cache blocks of all work so far have lost their content. It comes before the step's new
     work."""
+    prefills: bool = False
+    """Whether vLLM prefills a request in this step."""
     probes: list[ProbeJob] = field(default_factory=list)
     discovered: list[SaveJob] = field(default_factory=list)
     """Saves of discovered segments, for which no request waits. A step begins at most one batch."""

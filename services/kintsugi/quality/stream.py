@@ -3,8 +3,9 @@
 A connector cannot add requests, so the code that submits requests calls `Stream.prepare_prompt` before each
 request (one that is measured then requests logprobs), `Stream.take` with its answer, and `Stream.run_one`
 when the engine is idle. The client's answer is not affected. The other half of a pair, its twin, is forced
-along the served answer's tokens, up to `POSITIONS_MAX` of them. A request that arrives meanwhile ends the
-running twin, which is run again later.
+along the served answer's tokens, up to `POSITIONS_MAX` of them. A twin that blends pauses while other
+requests are prefilled. vLLM cannot pause a full prefill: a request that arrives ends such a twin, which is
+run again later, and after `INTERRUPTIONS_MAX` such ends runs beside requests.
 
 - If blending is closed, or the open configurations are predicted to be slower, the request was prefilled in
   full. Its twins are blends with the configurations that are not decided yet: as many as the time between two
@@ -76,6 +77,9 @@ REMEMBERED_MAX = 4096
 evidence."""
 PENDING_S = 600.0
 """Maximum wait. An answer that waited longer is dropped and counted."""
+INTERRUPTIONS_MAX = 3
+"""Maximum number of times that arriving requests end the twins of one answer. Otherwise an engine whose
+requests arrive faster than a full prefill ends would measure nothing."""
 FULL_SHARE = 0.3
 """Maximum share of an engine's time that twins of answers by full prefill may take."""
 OPEN_SHARE = 0.005
@@ -143,13 +147,13 @@ class _Pending:
     reason: str
     """Why it was prefilled in full; empty for a blend."""
     taken_s: float
-    recorded: list[Selection] = field(default_factory=list)
-    """Configurations of twins whose pairs are recorded. They are not run again."""
     is_compared: bool = False
     """Whether a served blend was compared with its full prefill. If a request arrives meanwhile, further
     measurements are skipped."""
     is_erased: bool = False
     """Whether the namespace was erased, so that the prompt is not kept."""
+    interruptions: int = 0
+    """Number of times that an arriving request ended its twin."""
 
     @property
     def is_blend(self) -> bool:
@@ -267,6 +271,8 @@ class Stream:
         self._running: asyncio.Future[Any] | None = None
         """The computation that the engine runs for the stream now."""
         self._is_interrupted = False
+        self._yields = False
+        """Whether the engine itself pauses that computation while it prefills other requests."""
         # Seeded, so that equal runs audit the same chunks.
         self._picks = random.Random(0)
 
@@ -282,20 +288,29 @@ class Stream:
         return len(self._pending)
 
     @property
+    def waited_s(self) -> float:
+        """How long the next answer has waited; 0 if none waits."""
+        return self._clock() - self._pending[0].taken_s if self._pending else 0.0
+
+    @property
     def is_next_blend(self) -> bool:
         """Whether the next waiting answer is a blend."""
         return bool(self._pending) and self._pending[0].is_blend
 
     def note_arrival(self, priority: int) -> None:
-        """End the running twin: it must not delay the request that arrives. Priorities are vLLM's: the lowest
+        """End the running twin if it would delay the request that arrives. Priorities are vLLM's: the lowest
         number goes first."""
-        if self._running is not None and priority < self._twins.priority:
+        current = self._current
+        if self._running is None or self._yields or priority >= self._twins.priority:
+            return
+        if current is None or current.interruptions < INTERRUPTIONS_MAX:
             self._is_interrupted = self._running.cancel()
 
-    async def _run(self, answer: Awaitable[_T]) -> _T:
-        """Await the engine's computation. Raises `_Interrupted` if a request arrives first."""
+    async def _run(self, answer: Awaitable[_T], yields: bool = False) -> _T:
+        """Await the engine's computation. ``yields``: the engine pauses it while it prefills other requests.
+        Raises `_Interrupted` if a request ends it."""
         running = asyncio.ensure_future(answer)
-        self._running, self._is_interrupted = running, False
+        self._running, self._is_interrupted, self._yields = running, False, yields
         try:
             return await running
         except asyncio.CancelledError:
@@ -374,7 +389,8 @@ class Stream:
             measure = self._measure_blend if pending.is_blend else self._measure_full
             is_changed = await measure(pending, state, cell, source)
         except _Interrupted:
-            is_changed = True  # what was recorded before may open or close
+            is_changed = pending.is_compared  # what was recorded before may open or close
+            pending.interruptions += 1
             if not (pending.is_compared or pending.is_erased):
                 self._pending.appendleft(pending)
         finally:
@@ -391,8 +407,6 @@ class Stream:
             trials = [allowed.cheapest]
         is_changed = False
         for selection in trials:
-            if selection in pending.recorded:
-                continue
             opens = await self._try(pending, pending.served.top_logprobs, selection, cell, source)
             if opens is None:
                 break
@@ -458,18 +472,16 @@ class Stream:
             forced=pending.served.token_ids[:positions],
         )
         try:
-            twin = await self._run(self._twins.blend(trial))
+            twin = await self._run(self._twins.blend(trial), yields=True)
         except KintsugiError as error:
             logger.warning("a blend for comparison failed, which counts as the worst loss: %s", error)
             self.counts.failed += 1
-            pending.recorded.append(selection)
             return self._keeper.record(cell, source, selection, Tally.of(Deviation(0.0, 1.0), 1.0, [1]))
         accounting = twin.accounting or {}
         if accounting.get("outcome") != Outcome.BLENDED.value:
             return None
         deviation = compare_steps(full_steps, twin.top_logprobs, positions)
         self.counts.pairs += 1
-        pending.recorded.append(selection)
         return self._keeper.record(cell, source, selection, _tally(deviation, accounting))
 
     async def _measure_blend(self, pending: _Pending, state: GateState, cell: Cell, source: str) -> bool:

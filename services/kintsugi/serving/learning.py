@@ -1,9 +1,9 @@
 """Learning: a serving engine measures in idle time how much quality blends lose on its prompts.
 
 `quality.stream` decides what is measured and what follows. This module decides when: one answer at a time,
-while no request waits for its first token, with the lowest priority in vLLM's queue, and for at most a share
-of the engine's time. A request that arrives ends the running twin. Under constant load nothing is measured.
-Twins use the engine's own KV cache.
+with the lowest priority in vLLM's queue, and for at most a share of the engine's time. Twins start while the
+engine has no requests, so that they delay no token; after `IDLE_WAIT_S` they start while requests generate,
+but never while one waits for its first token. Twins use the engine's own KV cache.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ PRIORITY = FILL_PRIORITY + 1
 ANSWER_TIMEOUT_S = 300.0
 BLEND_SHARE = 0.05
 """Maximum share of an engine's time for comparing blended answers with full prefill."""
+IDLE_WAIT_S = 30.0
+"""Maximum time that an answer waits for an engine without requests."""
 REPORT_FILE = "calibration.json"
 SAVED_UP_S = 300.0
 """Unused engine time that twins may save up. They can then start as soon as an answer ends, when the next
@@ -206,7 +208,9 @@ class Learning:
     def _may_run(self) -> bool:
         if self._closing.is_set() or not self.stream.pending:
             return False
-        return not self._engine.stats().waiting and self._clock() >= self._rested_s
+        load = self._engine.stats()
+        is_late = self.stream.waited_s >= IDLE_WAIT_S
+        return not load.waiting and (is_late or not load.running) and self._clock() >= self._rested_s
 
     async def close(self) -> None:
         """Stop measuring, and abort a running twin. Nothing uses the engine or its store afterwards.

@@ -430,6 +430,7 @@ class SchedulerSide:
             state.params.explain,
             state.params.explain or state.params.timeline,
             request.all_token_ids[last],
+            yields=state.params.trial is not None,
         )
 
     def _plan_blend(
@@ -541,6 +542,7 @@ class SchedulerSide:
         in_flight = any(state.in_flight for state in self._states.values())
         self._timing.step_began(output, in_flight)
         metadata, self._metadata = self._metadata, StepMetadata()
+        metadata.prefills = output.total_num_scheduled_tokens > len(output.num_scheduled_tokens)
         computes = in_flight or output.total_num_scheduled_tokens > 0
         may_begin = not self._states and self.declined_because is None
         self.idle_saves.step(computes, may_begin, metadata, self._lookups.is_store_suspended)

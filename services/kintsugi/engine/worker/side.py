@@ -188,7 +188,7 @@ class WorkerSide:
             self._accept(metadata)
             self._collect_puts()
             self._collect_probe()
-            self._advance()
+            self._advance(metadata.prefills)
             self._advance_idle_saves(metadata)
 
     @property
@@ -353,18 +353,22 @@ class WorkerSide:
             # Its tokens are computed with the batch, and its blocks are needed until then.
             self._save.cancelled.add(request_id)
 
-    def _advance(self) -> None:
+    def _advance(self, prefills: bool) -> None:
         if self._model is not None:
             with self._model.custom_ops_on():
-                self._advance_passes(self._model)
+                self._advance_passes(self._model, prefills)
 
-    def _advance_passes(self, model: LoadedModel) -> None:
+    def _advance_passes(self, model: LoadedModel, prefills: bool) -> None:
+        """``prefills`` as in `StepMetadata`."""
         budget = float(self._slice_tokens * len(model.layers))
         while (
             self._blends_waiting and len(self._blends) < PASSES_MAX and self._admit(self._blends_waiting[0])
         ):
             del self._blends_waiting[0]
+        is_busy = prefills or any(not blend.job.yields for blend in self._blends.values())
         for request_id, blend in list(self._blends.items()):
+            if blend.job.yields and is_busy:
+                continue
             if budget <= 0 and not blend.work.is_launched:
                 continue
             budget -= self._advance_blend(request_id, blend, budget)

@@ -67,10 +67,12 @@ class Bench:
         self.side._codec = Codec.RAW
         self.side._weights = LoadedWeights(root, device)
 
-    def blend(self, request_id: str = "asked") -> StepMetadata:
+    def blend(self, request_id: str = "asked", yields: bool = False) -> StepMetadata:
         tokens = JobTokens(request_id, self.scene.token_ids.tolist(), 0, BLOCKS)
         plan = BlendPlan(self.scene.hits, Selection(0.3))
-        job = BlendJob(tokens, plan, self.scene.manifests, explain=False, timeline=True, next_token_id=7)
+        job = BlendJob(
+            tokens, plan, self.scene.manifests, False, timeline=True, next_token_id=7, yields=yields
+        )
         return StepMetadata(blends=[job])
 
     def save(self, discovered: bool = False) -> StepMetadata:
@@ -374,3 +376,25 @@ def test_a_chunk_that_is_put_when_vllm_empties_its_cache_is_stored(
     report = bench.side.take_report()
     assert report is not None
     assert {one.outcome for one in report.finished.values()} == {Outcome.SAVED}
+
+
+def test_a_blend_without_a_client_pauses_while_others_are_prefilled_or_blended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, CPU, slice_tokens=20)
+    trial = bench.blend("trial", yields=True)
+    trial.prefills = True
+    bench.step(trial)
+    for _ in range(3):
+        bench.step(StepMetadata(prefills=True))
+    assert bench.side._blends["trial"].advanced_s == 0
+    bench.step()
+    started_s = bench.side._blends["trial"].advanced_s
+    assert started_s > 0
+    bench.step(bench.blend("client"))
+    while "client" in bench.side._blends:
+        assert bench.side._blends["trial"].advanced_s == started_s
+        bench.step()
+    finished = bench.finish()
+    assert [one.outcome for one in finished.values()] == [Outcome.BLENDED, Outcome.BLENDED]
+    bench.side.close()

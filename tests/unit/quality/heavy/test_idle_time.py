@@ -1,4 +1,4 @@
-"""What the stream computes while the engine is idle, and what a request that arrives ends."""
+"""What the stream computes while the engine is idle, and which computations an arriving request ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from kintsugi.core.report import LADDER
+from kintsugi.quality.stream import INTERRUPTIONS_MAX
 from tests.fakes.reports import open_report
 from tests.unit.quality.heavy.test_stream import DECLINED, NEXT, SAFEST, FakeTwins, Life, blended
 
@@ -26,10 +27,9 @@ def test_as_many_configurations_are_tried_as_the_time_between_two_answers_allows
     assert life.twins.trials == [*LADDER[:tried]]
 
 
-@pytest.mark.parametrize("kind", ["save", "blend"])
-def test_a_request_that_arrives_ends_the_twin_which_is_run_again(kind: str) -> None:
+def test_a_request_that_arrives_ends_a_save_which_is_run_again() -> None:
     life = Life()
-    life.twins.arrival, life.twins.arrives_in = (lambda: life.stream.note_arrival(0)), kind
+    life.twins.arrival, life.twins.arrives_in = (lambda: life.stream.note_arrival(0)), "save"
     life.serve(DECLINED)
     life.run()
     assert (life.stream.pending, life.stream.counts.pairs, life.stream.counts.interrupted) == (1, 0, 1)
@@ -37,14 +37,24 @@ def test_a_request_that_arrives_ends_the_twin_which_is_run_again(kind: str) -> N
     assert (life.stream.pending, life.tally().pairs, life.tally(NEXT).pairs) == (0, 1, 1)
 
 
-def test_after_an_interruption_no_pair_is_recorded_twice() -> None:
+def test_a_request_that_arrives_ends_no_blend_because_the_engine_pauses_it() -> None:
     life = Life()
+    life.twins.arrival = lambda: life.stream.note_arrival(0)
     life.serve(DECLINED)
-    life.twins.arrival = lambda: setattr(life.twins, "arrival", lambda: life.stream.note_arrival(0))
-    life.run()  # the second trial is interrupted
-    assert (life.tally().pairs, life.tally(NEXT).pairs, life.stream.pending) == (1, 0, 1)
     life.run()
-    assert (life.tally().pairs, life.tally(NEXT).pairs, life.stream.pending) == (1, 1, 0)
+    assert (life.tally().pairs, life.stream.pending, life.stream.counts.interrupted) == (1, 0, 0)
+
+
+def test_requests_that_arrive_quickly_do_not_end_a_full_prefill_for_ever() -> None:
+    life = Life(open_report())
+    life.twins.arrives_in = "full"
+    life.serve(blended(SAFEST))
+    for _ in range(INTERRUPTIONS_MAX + 1):
+        assert life.stream.pending
+        life.twins.arrival = lambda: life.stream.note_arrival(0)
+        life.run()
+    assert (life.stream.pending, life.stream.counts.interrupted) == (0, INTERRUPTIONS_MAX)
+    assert life.stream.counts.pairs > 0
 
 
 @pytest.mark.parametrize("kind", ["full", "audit"])

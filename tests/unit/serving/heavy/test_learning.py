@@ -30,6 +30,7 @@ from kintsugi.quality.stream import FULL_SHARE, PENDING_MAX
 from kintsugi.serving import learning as module
 from kintsugi.serving.learning import (
     BLEND_SHARE,
+    IDLE_WAIT_S,
     PRIORITY,
     REPORT_FILE,
     SAVED_UP_S,
@@ -86,6 +87,7 @@ class StubEngine:
         self.gate = StubGate(self.store)
         self.watcher: Any = None
         self.waiting = 0
+        self.generating = 0
         self.now_s = 0.0
         self.twin_s = 0.0
         self.hold: asyncio.Event | None = None
@@ -98,7 +100,7 @@ class StubEngine:
         return self.now_s
 
     def stats(self) -> Any:
-        return SimpleNamespace(waiting=self.waiting)
+        return SimpleNamespace(waiting=self.waiting, running=self.waiting + self.generating)
 
     def watch(self, watcher: Any) -> None:
         self.watcher = watcher
@@ -251,6 +253,17 @@ def test_while_a_request_waits_nothing_is_measured() -> None:
         serve(engine)
         assert not learning._may_run()
         engine.waiting = 0
+        await until(lambda: learning.stream.counts.pairs > 0)
+
+    live(test)
+
+
+def test_while_requests_generate_only_answers_that_have_waited_long_are_measured() -> None:
+    async def test(engine: StubEngine, learning: Learning) -> None:
+        engine.generating = 1
+        serve(engine)
+        assert not learning._may_run()
+        engine.now_s = IDLE_WAIT_S
         await until(lambda: learning.stream.counts.pairs > 0)
 
     live(test)
