@@ -324,13 +324,24 @@ def remove_directory() -> None:
 
 
 def reachable(store_url: str) -> str:
-    """Return a store's URL, with the directory's address in place of a wildcard."""
+    """Return a store's URL, with the directory's address in place of a wildcard. Waits until a shard has
+    created the directory. Raises `Unavailable` after `START_TIMEOUT_S`."""
     import ray
 
     parts = urlsplit(store_url)
     if parts.scheme != "shards" or not is_wildcard(parts.hostname or ""):
         return store_url
-    actor = ray.get_actor(ACTOR_NAME, namespace=RAY_NAMESPACE)
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            actor = ray.get_actor(ACTOR_NAME, namespace=RAY_NAMESPACE)
+            break
+        except ValueError:
+            if time.monotonic() >= deadline_s:
+                raise Unavailable(
+                    f"no shard has created the directory within {START_TIMEOUT_S:.0f} s; see the shards' logs"
+                ) from None
+            time.sleep(WATCH_POLL_S)
     address: str = ray.get(actor.address.remote(), timeout=CALL_TIMEOUT_S)
     return parts._replace(netloc=address).geturl()
 

@@ -78,7 +78,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
             directory = GrpcDirectory(address, tls)
             await asyncio.to_thread(directory.current)
             self._directory = directory
-        except (KintsugiError, ValueError) as error:
+        except KintsugiError as error:
             log.warning("routing ignores where chunks are: %s", error)
 
     async def choose_replicas(

@@ -27,7 +27,7 @@ from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import advertised_address, format_address, free_port, tls_of
 from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.catching_up import CatchingUp
-from kintsugi.serving.directory import Announcer, reachable
+from kintsugi.serving.directory import Announcer, ensure_directory, reachable
 from kintsugi.serving.replica_ports import keep_replica_on_loopback
 from kintsugi.store.client.directory import SHARDS_MAX
 from kintsugi.store.client.registry import open_directory
@@ -142,12 +142,15 @@ class StoreShard:
         self._rules = ShardRules(self._shard)
         self._server = serve_shard(spec, self._shard, self._not_yet)
         address = advertised_address(self._server.address, ray.util.get_node_ip_address())
-        self._catching_up = CatchingUp(self._shard, *open_directory(reachable(directory_url(spec))))
+        # Its address is part of the URL if shards listen on all interfaces.
+        ensure_directory(dict(store))
+        url = reachable(directory_url(spec))
+        self._catching_up = CatchingUp(self._shard, *open_directory(url))
         self._catching_up.start()
         self._announcer = Announcer(
             dict(store), self._shard.shard_id, address, self._is_empty, self._catching_up.ask_all
         )
-        self._replicator = Replicator(self._shard, *open_directory(reachable(directory_url(spec))))
+        self._replicator = Replicator(self._shard, *open_directory(url))
         self._replicator.start()
         self._stopped = False
 

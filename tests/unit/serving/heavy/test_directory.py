@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.gateway.addresses import free_port
-from kintsugi.serving import directory
-from kintsugi.serving.directory import LEASE_S, Announcer, DirectoryActor, Membership
+from kintsugi.serving import directory, store_shard
+from kintsugi.serving.directory import LEASE_S, Announcer, DirectoryActor, Membership, reachable
 from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress
 
 
@@ -214,3 +215,54 @@ def test_all_who_ask_a_new_directory_at_once_find_it_listening(monkeypatch: pyte
                 await actor._server.stop(0.0)
 
     assert asyncio.run(ask()) == {f"127.0.0.1:{port}"}
+
+
+class NamedActors:
+    """Ray's lookup of the directory, which does not exist until `create`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.exists = False
+        self.lookups = 0
+        monkeypatch.setattr("ray.get_actor", self._find)
+        monkeypatch.setattr("ray.get", lambda answer, timeout: answer)
+
+    def create(self, *_: object) -> None:
+        self.exists = True
+
+    def _find(self, name: str, namespace: str) -> SimpleNamespace:
+        self.lookups += 1
+        if not self.exists:
+            raise ValueError(f"Failed to look up actor with name {name!r}")
+        return SimpleNamespace(address=SimpleNamespace(remote=lambda: "10.0.0.1:7410"))
+
+
+def test_engines_and_gateways_wait_for_a_directory_that_no_shard_has_created(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actors = NamedActors(monkeypatch)
+    monkeypatch.setattr(directory, "START_TIMEOUT_S", 0.0)
+    with pytest.raises(Unavailable, match="no shard has created the directory"):
+        reachable("shards://0.0.0.0:7410")
+    monkeypatch.setattr(directory, "START_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("time.sleep", actors.create)
+    assert reachable("shards://0.0.0.0:7410?token_file=t") == "shards://10.0.0.1:7410?token_file=t"
+    assert actors.lookups == 3
+    assert reachable("shards://127.0.0.1:7410") == "shards://127.0.0.1:7410"
+
+
+def test_the_first_shard_on_all_interfaces_creates_the_directory_whose_address_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asked for the address first, so no store on several hosts started."""
+    actors, opened = NamedActors(monkeypatch), []
+    monkeypatch.setattr(directory, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.2")
+    for name in ("write_json_lines", "keep_replica_on_loopback", "claim_shard", "CatchingUp", "Replicator"):
+        monkeypatch.setattr(store_shard, name, Mock())
+    monkeypatch.setattr(store_shard, "serve_shard", Mock(return_value=Mock(address="0.0.0.0:7400")))
+    monkeypatch.setattr(store_shard, "ensure_directory", actors.create)
+    monkeypatch.setattr(store_shard, "Announcer", lambda *_: actors.create())
+    monkeypatch.setattr(store_shard, "open_directory", lambda url: opened.append(url) or (url, None))
+    shard = store_shard.StoreShard({"expert": {"host": "0.0.0.0", "insecure": True}})
+    assert opened == ["shards://10.0.0.1:7410"] * 2
+    shard._stopped = True
