@@ -161,9 +161,9 @@ class Operator:
     """Create ClusterRoles that add BlendServices and CorpusPrecomputes to Kubernetes' roles view, edit and
     admin. Once per cluster; needs the right to create ClusterRoles."""
     log_format: str = setting("text", enum=["text", "json"])
-    """Form of the operator's log: text, or json for one object a line."""
+    """Form of the operator's log: text, or json for one object per line."""
     pod_template: PodTemplate = field(default_factory=PodTemplate)
-    """Additions to the operator's pods. Those that place pods also apply to the hooks and `helm test`."""
+    """Additions to the operator's pods. Fields that place pods also apply to the hooks and `helm test`."""
 
 
 @dataclass(frozen=True)

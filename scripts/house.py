@@ -244,7 +244,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the size and structure of the code.")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--list", choices=LIMITS, metavar="FIGURE", help="print the places behind a figure")
+    form.add_argument("--list", choices=LIMITS, metavar="FIGURE", help="print what a figure counts")
     options = parser.parse_args()
     figures = measure()
     if options.list is not None:

@@ -56,7 +56,7 @@ class OperatorOptions:
     deployment: str = ""
     """Name of the Deployment that runs this operator; empty: unknown."""
     log_format: str = "text"
-    """`text`, or `json`: one object a line."""
+    """`text`, or `json`: one object per line."""
 
     @property
     def operator(self) -> OperatorStatus:
@@ -189,7 +189,7 @@ async def _configuration() -> Configuration:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, with the time in UTC and an exception's traceback."""
+    """One JSON object per line, with the time in UTC and an exception's traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

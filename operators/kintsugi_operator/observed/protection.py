@@ -12,7 +12,7 @@ from datetime import datetime
 from kintsugi_operator.objects.pods import Manifest
 
 PATIENCE_S = 300.0
-"""How long something that was ready and is down stays protected."""
+"""How long a part that was ready stays protected after it goes down."""
 
 
 def ready_condition(manifest: Manifest) -> Manifest:

@@ -55,7 +55,7 @@ TRIP_LIMIT_ERRORS = (0.3, 0.15, 0.4)
 """For each of the `Levels`: probability that its mean already exceeded the limit that `trip_limits` returns
 when the evidence was measured."""
 TRIP_WEIGHTS = (0.25, 0.25, 0.5)
-"""Weights of the bets on each of the `Levels`. Severity is rarely above 0, so it says most: it has the
+"""Weights of the bets on each of the `Levels`. Severity is rarely above 0 and so tells the most: it has the
 largest weight and the sharpest limit."""
 _BISECTIONS = 40
 _WEALTH_MAX = 100.0

@@ -227,7 +227,7 @@ class CodecSize:
 
 @dataclass(frozen=True)
 class FleetSize:
-    """The processes that answer a rate of requests, with busy parts at `LOAD`."""
+    """The processes that answer a rate of requests, each busy for `LOAD` of the time."""
 
     engines: int
     """Number of engines for the prefill of prompts; decoding is not counted."""

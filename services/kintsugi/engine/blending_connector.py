@@ -287,7 +287,8 @@ def _engine_of(vllm_config: VllmConfig) -> EngineShape:
 
 
 def _parking_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Parking:
-    """Make the parking: one place per blend that the worker runs, at most `max_num_seqs`."""
+    """Return the places for parked blends: one for each blend that the worker runs at a time, at most
+    `max_num_seqs`."""
     blocks_per_token = sum(1 / size for size in _block_sizes(kv_cache_config))
     return Parking(
         places=min(PASSES_MAX, vllm_config.scheduler_config.max_num_seqs),

@@ -3,7 +3,7 @@
 The blend computes missed chunks. Computing them for the question, too, would cost almost as much again, so a
 prompt with a few missed chunks would gain nothing; the question's attention to loaded tokens depends little
 on missed ones (ADR 6). The beginning of a chunk is kept, because attention sinks lie at the beginning of the
-prompt. Text outside chunks (instructions, a conversation, separators) passes whole.
+prompt. All text outside chunks (instructions, a conversation, separators) is computed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from kintsugi.core.plan import ChunkHit
 
 KEPT_TOKENS = 64
-"""Tokens at the beginning of a missed chunk that pass with the question."""
+"""Number of tokens at the beginning of a missed chunk that the question's pass computes."""
 COPIED_PER_PASSED = 32
-"""Tokens whose K and V can be copied into the pass's own cache in the time in which one token passes a layer,
-for the smallest model measured. In larger models, a token takes longer."""
+"""Number of tokens whose K and V can be copied into the pass's own cache in the time that a layer takes for
+one token, on the smallest model measured. In larger models, a token takes longer."""
 
 
 def find_left_out(

@@ -179,7 +179,7 @@ class LayerLoader:
             if self._fail(LoadFailed(self._every_key(), reason)):
                 log.warning("Failed to load chunks, which are computed instead: %s", reason)
         except BaseException as defect:
-            # The waiting pass must be told; raising also logs the traceback.
+            # Pass the error on to the waiting pass; raising it also logs the traceback.
             self._fail(LoadFailed(self._every_key(), f"defect: in loading, {defect!r}"))
             raise
 

@@ -260,8 +260,8 @@ def depends_on_question(selection: Selection) -> bool:
 def make_selector(
     selection: Selection, num_layers: int, attending: tuple[int, ...] | None = None
 ) -> Selector:
-    """Create the selector for one request on a model with `num_layers` layers, of which those of `attending`
-    attend (None: all). Raises `InvalidField` for a selector of another distribution that cannot be loaded."""
+    """Create the selector for one request on a model with `num_layers` layers, of which `attending` have
+    attention (None: all). Raises `InvalidField` for another distribution's selector that cannot be loaded."""
     own = _OWN.get(selection.selector)
     kind = own or load_plugin(SELECTORS, selection.selector, "selector", Selector)
     selector = kind(selection, num_layers)

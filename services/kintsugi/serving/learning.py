@@ -1,9 +1,9 @@
 """Learning: a serving engine measures in idle time how much quality blends lose on its prompts.
 
-`quality.stream` decides what is measured and what follows. This module decides when: one answer at a time,
-with the lowest priority in vLLM's queue, and for at most a share of the engine's time. Twins start while the
-engine has no requests, so that they delay no token; after `IDLE_WAIT_S` they start while requests generate,
-but never while one waits for its first token. Twins use the engine's own KV cache.
+`quality.stream` decides what is measured and what follows from it. This module decides when: one answer at a
+time, with the lowest priority in vLLM's queue, and for at most a share of the engine's time. Twins start
+while the engine has no requests, so that they delay no token; after `IDLE_WAIT_S` they start while requests
+generate, but never while one waits for its first token. Twins use the engine's own KV cache.
 """
 
 from __future__ import annotations

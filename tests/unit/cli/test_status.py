@@ -142,9 +142,9 @@ def test_only_frequent_reasons_are_named_and_advised_on() -> None:
     [
         (None, None, None, None),
         ((), 0, "off", "kintsugi serve --discover default, or privacy: {default: {discover: true}}"),
-        (("default",), 0, "on in default; 0 tokens hit that", "no discovered chunk was hit yet"),
-        (("a", "b", "c", "d"), 1234, "on in a, b, c, d; 1,234 tokens hit that", None),
-        ((), 7, "off; 7 tokens hit that their prompts did not declare", None),
+        (("default",), 0, "on in default; 0 tokens hit in chunks", "no discovered chunk was hit yet"),
+        (("a", "b", "c", "d"), 1234, "on in a, b, c, d; 1,234 tokens hit in chunks", None),
+        ((), 7, "off; 7 tokens hit in chunks that no request declared", None),
     ],
 )
 def test_whether_chunks_are_discovered_is_said_and_advised_where_none_are_stored(

@@ -171,7 +171,7 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
         f"A prompt has {document['chunks_per_prompt']} chunks of {document['chunk_tokens']} tokens. Its full "
         f"prefill takes {document['full_prefill_s'] * 1e3:,.0f} ms ({document['full_prefill_source']}); a "
         f"blend computes {COST:g} of it. RAM holds {HOT_SHARE:.0%} of the corpus, SSD all of it; bytes are "
-        f"sums over all shards, with each chunk on {document['replication']}. Times are lower bounds.",
+        f"sums over all shards, with {document['replication']} copies of each chunk. Times are lower bounds.",
         style="dim",
     )
     if document["requests_per_s"] is not None:

@@ -264,13 +264,13 @@ def _advise_on_discovery(facts: ServiceFacts) -> list[str]:
 
 
 def _describe_discovery(facts: ServiceFacts) -> list[tuple[str, str]]:
-    """Format as `on in default; 1,234 tokens hit that their prompts did not declare`."""
+    """Format as `on in default; 1,234 tokens hit in chunks that no request declared`."""
     if facts.discovering is None:
         return []
     if not facts.discovering and not facts.tokens_discovered:
         return [("discovery", "off")]
     names = ", ".join(facts.discovering)
-    hit = f"{facts.tokens_discovered or 0:,} tokens hit that their prompts did not declare"
+    hit = f"{facts.tokens_discovered or 0:,} tokens hit in chunks that no request declared"
     return [("discovery", f"on in {names}; {hit}" if names else f"off; {hit}")]
 
 

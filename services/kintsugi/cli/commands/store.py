@@ -97,7 +97,9 @@ def serve(
     ssd: SsdTiers = None,
     bucket: BucketTier = None,
     listen: Annotated[str, typer.Option(help="Address to listen on, as host:port.")] = DEFAULT_ADDRESS,
-    ack: Annotated[str, typer.Option(help="Where a chunk is when its put returns: ram or durable.")] = "ram",
+    ack: Annotated[
+        str, typer.Option(help="When puts return: once a chunk is in RAM (ram), or on disk (durable).")
+    ] = "ram",
     policy: Annotated[
         str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}, or that of a plugin.")
     ] = DEFAULT_POLICY,

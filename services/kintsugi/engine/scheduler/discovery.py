@@ -1,8 +1,9 @@
 """Finds segments that recur in prompts, and saves them while the engine is idle. See docs/adr/0013.
 
-A request is *discovered* if its namespace's rules allow it. A lookup thread finds its segments together with
-the stored chunks, and the segments are counted when the lookup ends. If the request names chunks, only the
-text between them is cut. Recurring segments wait in a backlog until the engine computes nothing else.
+Passages of a request are *discovered* if its namespace's rules allow it. A lookup thread finds the segments
+together with the stored chunks, and the segments are counted when the lookup ends. If the request names
+chunks, only the text between them is cut. Recurring segments wait in a backlog until the engine computes
+nothing else.
 
 A connector cannot add requests to vLLM's scheduler. So a save takes its cache blocks from vLLM's block pool,
 as an allocation of vLLM does, and returns them when the worker is done; the blocks have no names by which

@@ -1,7 +1,7 @@
 """Reads the report at start and whenever it changes. `core.gate` decides what the report permits.
 
-A thread polls the report, so that a request costs few dictionary reads. If the store does not answer, the
-gate keeps its last state. Until the first answer the gate is closed.
+A thread polls the report, so that a request costs only a few dictionary reads. If the store does not answer,
+the gate keeps its last state. Until the first answer the gate is closed.
 """
 
 from __future__ import annotations

@@ -398,7 +398,7 @@ class Parking:
 
 
 def parking_of_saves(cache_tokens: int) -> Parking:
-    """Make the parking of saves for a KV cache of ``cache_tokens``."""
+    """Return the places for parked saves, for a KV cache of ``cache_tokens``."""
     return Parking(SAVES_MAX, cache_tokens, SAVES_SHARE_MAX)
 
 

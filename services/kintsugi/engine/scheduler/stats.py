@@ -66,9 +66,9 @@ STEPS_IN_FLIGHT_MAX = 16
 
 
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last report: sums as `requests/OUTCOME/REASON`, `segments/EVENT` and one entry per
-    name in `AMOUNTS`, lists of relative errors of predicted TTFT as `prediction_errors/OUTCOME`, and as
-    `told` the accountings of running requests by their tickets (`core.accounting.TICKET`)."""
+    """Counts since the last report. `requests/OUTCOME/REASON`, `segments/EVENT` and the names in `AMOUNTS`
+    are sums, `prediction_errors/OUTCOME` are lists of relative errors of the predicted TTFT. `told` has the
+    accountings of running requests by their tickets (`core.accounting.TICKET`)."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}

@@ -66,7 +66,7 @@ HEADERS: Mapping[str, str] = {
 """Headers of every file. They forbid other origins, inline scripts and styles, and text that becomes markup.
 Browsers revalidate each file; the answer is 304 if it has not changed."""
 TENANTS_MAX = 100
-"""Maximum number of listed tenants; those with most tokens come first."""
+"""Maximum number of listed tenants; those with the most tokens come first."""
 PRIVATE: Mapping[str, str] = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 _SELECTORS: Mapping[SelectorName, str] = {
@@ -167,7 +167,7 @@ class Console:
     async def _lines(
         self, request: Request, asked: Comparison, served: ServedRequest
     ) -> AsyncGenerator[bytes, None]:
-        """Stream the comparison's messages, one JSON object a line. A failure is the last message."""
+        """Stream the comparison's messages, one JSON object per line. A failure is the last message."""
         access = self._gateway.access
         messages = self._comparer.run(lambda: identify_here(access, request), asked, served)
         try:

@@ -29,7 +29,7 @@ class ShardAddress(google.protobuf.message.Message):
     SHARD_ID_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     shard_id: builtins.str
-    """The UUID in the shard's data directory: what chunks are placed by."""
+    """The UUID in the shard's data directory, which decides the placement of chunks."""
     address: builtins.str
     def __init__(
         self,
@@ -55,14 +55,18 @@ class ShardMap(google.protobuf.message.Message):
     """Grows with every change."""
     replicas: builtins.int
     directory: builtins.str
-    """The directory that made the map, which keeps its name when it restarts. Empty for a map from a file."""
+    """The directory that made the map, which keeps its name when it restarts. Empty for a map that was
+    read from a file.
+    """
     epoch: builtins.int
     """Start of the directory's process, in milliseconds of Unix time: it grows with every restart."""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardAddress]: ...
     @property
     def shares(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """The share in (0, 1] of its chunks that each shard owns, in the order of `shards`. Empty: each owns all."""
+        """For each of `shards`, the share in (0, 1] of the chunks placed on it that it owns. Empty: each shard
+        owns all of them.
+        """
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class ShardDirectoryServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def WatchShardMap(self, request, context):
-        """The map now, and again whenever it changes.
+        """Streams the shard map: at once, and again after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,14 +23,14 @@ class ShardDirectoryStub:
         kintsugi.rpc.v1.directory_pb2.WatchShardMapRequest,
         kintsugi.rpc.v1.directory_pb2.ShardMap,
     ]
-    """The map now, and again whenever it changes."""
+    """Streams the shard map: at once, and again after each change."""
 
 class ShardDirectoryAsyncStub:
     WatchShardMap: grpc.aio.UnaryStreamMultiCallable[
         kintsugi.rpc.v1.directory_pb2.WatchShardMapRequest,
         kintsugi.rpc.v1.directory_pb2.ShardMap,
     ]
-    """The map now, and again whenever it changes."""
+    """Streams the shard map: at once, and again after each change."""
 
 class ShardDirectoryServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -39,6 +39,6 @@ class ShardDirectoryServicer(metaclass=abc.ABCMeta):
         request: kintsugi.rpc.v1.directory_pb2.WatchShardMapRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kintsugi.rpc.v1.directory_pb2.ShardMap], collections.abc.AsyncIterator[kintsugi.rpc.v1.directory_pb2.ShardMap]]:
-        """The map now, and again whenever it changes."""
+        """Streams the shard map: at once, and again after each change."""
 
 def add_ShardDirectoryServicer_to_server(servicer: ShardDirectoryServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -102,14 +102,14 @@ class KintsugiServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutChunks(self, request, context):
-        """The same for many; one that fails does not fail the others.
+        """Does the same for several chunks. If one fails, the others do not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetChunk(self, request, context):
-        """What the store holds under a key. NOT_FOUND where it holds nothing.
+        """Describes a stored chunk. NOT_FOUND if the store lacks it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,50 +123,51 @@ class KintsugiServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteDocument(self, request, context):
-        """Erases a document of a precomputed corpus, and every chunk of it that no other document has.
+        """Erases a document of a precomputed corpus, and all its chunks that no other document has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EraseNamespace(self, request, context):
-        """Erases everything that is stored of a namespace.
+        """Erases all stored data of a namespace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListChunks(self, request, context):
-        """In key order, a page at a time.
+        """Lists chunks in the order of their keys, one page per call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Starts to bring chunks into RAM: to be called when retrieval returns, before the prompt exists.
+        """Starts to load chunks into RAM. Call it when retrieval returns, before the prompt exists.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Answers a prompt of ordered segments and a question. First message: `resolved`; then deltas; the last:
-        `finished`. Cancelling the call, or its deadline, ends the work in the engine.
+        """Answers a prompt of ordered segments and a question. The first message is `resolved`, the last
+        `finished`; deltas are in between. Cancelling the call, or its deadline, ends the work in the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Token ids and chunk keys of texts, each tokenised alone: what a segment of that text stands for.
+        """Returns token ids and chunk key of each text, as of a segment with that text. Each text is
+        tokenised alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models that are served, each with all names that it answers to.
+        """Lists the served models, each with all names that requests may use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

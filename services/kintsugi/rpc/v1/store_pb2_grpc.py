@@ -135,7 +135,7 @@ class ChunkStoreServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Lookup(self, request, context):
-        """Presence, tier, size and layout of each key, in the order asked.
+        """Returns manifest and tier of each key that is stored, in the order of the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,28 +148,29 @@ class ChunkStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutChunkKV(self, request_iterator, context):
-        """Header, then the frames in layer order, then commit. May answer before the client is done.
+        """Takes a header, then the frames in layer order, then the commit. May respond before the client
+        has finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamLayers(self, request, context):
-        """Layer-major: layer i of every chunk comes before layer i + 1 of any.
+        """Streams frames in layer order: layer i of every chunk comes before layer i + 1 of any chunk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Warms keys into RAM; answers before they are there.
+        """Starts to load chunks into RAM, and returns before they are loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Retain(self, request, context):
-        """Keeps chunks for longer than they were put for.
+        """Extends the lifetimes of chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,7 +239,8 @@ class ChunkStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenArena(self, request, context):
-        """The same-host path: a one-time token for the arena's descriptor, then leases on bytes inside it.
+        """For clients on the same host: returns a one-time token for the arena's file descriptor.
+        `LeaseLayers` then leases bytes of the arena.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,8 +253,8 @@ class ChunkStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListErasures(self, request, context):
-        """The erasures that this shard has recorded, or learned from other shards, in order: caches follow them, and
-        shards that were away apply them.
+        """Lists, in order, the erasures that this shard has recorded or received from other shards. Caches follow
+        them, and shards that were away apply them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

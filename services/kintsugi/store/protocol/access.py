@@ -390,7 +390,7 @@ def read_values(path: Path) -> Any:
 
 
 def parse_document(values: Any, path: Path) -> AccessDocument:
-    """Return the entries in the values of the file at `path`. Raises `InvalidField`."""
+    """Convert the JSON of the tokens file at `path` to its entries. Raises `InvalidField`."""
     document = load(AccessDocument, values, where=str(path))
     for name, entries in (("tokens", document.tokens), ("certificates", document.certificates)):
         if len(entries) > ENTRIES_MAX:

@@ -7,7 +7,7 @@ replaces those of its chunks. They are in memory, and in the data directory if t
 
 The number of records is bounded. If a namespace has more than `NAMESPACE_MAX`, the older half is merged into
 one mark; shards that have missed some of these then lose more chunks of that namespace than were erased.
-Beyond `ERASURES_MAX` records in all, records of the pattern with most records are merged: the pattern of
+Beyond `ERASURES_MAX` records in all, records of the pattern that has the most are merged: the pattern of
 namespaces that the caller of an erasure may use. So no caller can make a shard lose chunks that it may not
 delete. See docs/adr/0015.
 """
@@ -151,7 +151,7 @@ _MAP_BYTES = 1 << 30
 MERGED_AT_ONCE = 1 / 8
 """Share of `ERASURES_MAX` that is merged at a time."""
 _VALUE = struct.Struct("<dQx")
-"""Time of the request, number, and an unused byte. The pattern follows unless it is every namespace's."""
+"""Time of the request, number, and an unused byte. Then the pattern, unless it includes every namespace."""
 _MARK = struct.Struct("<Qd")
 """A number, and Unix seconds."""
 _MERGED, _PEER, _TIER = b"\0merged\0", b"\0peer\0", b"\0tier\0"
@@ -278,7 +278,7 @@ class Erasures:
         self._change(dict.fromkeys(names), {_MERGED: {pattern: mark}}, self._last)
 
     def _make_room(self, count: int) -> None:
-        """If there are too many records in all, merge the oldest of the pattern with most records, if
+        """If there are too many records in all, merge the oldest of the pattern that has the most, if
         possible those that every known shard has applied. Records of every namespace are merged only if
         every known shard has applied them; then the pattern with the next most records follows."""
         while len(self._order) + count > ERASURES_MAX:

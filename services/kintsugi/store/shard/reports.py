@@ -60,7 +60,7 @@ class Reports:
             self._documents[key] = bytes(document)
 
     def get(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
-        # Without the lock, which `put` holds while it writes: a shard calls this on its event loop.
+        # Takes no lock: a shard calls this on its event loop, and `put` holds the lock while it writes.
         return self._documents.get(_key(fingerprint, name))
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ export async function countTokens(texts, namespace) {
   return (await (await post("count", { texts, namespace })).json()).tokens;
 }
 
-// Yields the JSON objects of a stream, one a line. Leaving the loop ends the work in the engine.
+// Yields the JSON objects of a stream, one per line. Leaving the loop ends the work in the engine.
 export async function* stream(path, body, signal) {
   const response = await post(path, body, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

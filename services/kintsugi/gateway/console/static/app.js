@@ -10,7 +10,7 @@ const find = (id) => document.getElementById(id);
 const TABS = ["compare", "live", "log"];
 const views = {};
 
-// Asks for a token. `why` says what became of the last one.
+// Asks for a token. `why` says why: none was given, or the last one was refused.
 function askToken(why) {
   const field = el("input", { type: "password", id: "token", autocomplete: "off" });
   const form = el("form", { class: "notice", onsubmit: (event) => {
@@ -24,7 +24,7 @@ function askToken(why) {
 
 function onRefused(error) {
   if (error.status !== 401) return;
-  askToken(token.get() ? "Your token is not accepted any more. Enter another; what is on the page stays." : "This gateway asks for a token. Enter one that may generate, and list to see which tokens were recomputed.");
+  askToken(token.get() ? "The gateway no longer accepts your token. Enter another one; the page keeps its content." : "This gateway needs a token with the verb generate. To see which tokens were recomputed, the token also needs the verb list.");
 }
 
 function select(name, focus) {

@@ -50,7 +50,7 @@ const DEPTHS = [
   ["d1", "computed in up to a quarter of the layers"],
   ["d2", "up to half"],
   ["d3", "up to three quarters"],
-  ["d4", "deeper, or never stored"],
+  ["d4", "more layers, or a token outside stored chunks"],
 ];
 const ONE_LAYER = [
   ["", "loaded"],

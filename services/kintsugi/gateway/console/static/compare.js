@@ -20,7 +20,7 @@ export class Compare {
     this.results = el("div", {});
     this.ask = el("button", { type: "submit", class: "primary" }, "Ask both ways");
     this.stop = el("button", { type: "button", hidden: true, onclick: () => this.abort?.abort() }, "Stop");
-    const warning = "This is the small test model, trained on the sample documents alone. It answers nothing sensible about other documents. To ask about your own, serve a real model: kintsugi serve --model smollm2-135m.";
+    const warning = "This is the small test model, trained on the sample documents alone. It cannot answer questions about other documents. To ask about your own, serve a real model: kintsugi serve --model smollm2-135m.";
     root.replaceChildren(
       ...(service.is_test_model ? [el("p", { class: "notice", id: "test-model" }, warning)] : []),
       el("p", { class: "quiet" }, "One question, answered twice: first by a full prefill, then by a blend of stored chunks. One after the other, so that neither slows the other down."),
@@ -70,7 +70,7 @@ export class Compare {
     ];
   }
 
-  // Says what the gate allows of what is chosen. The engine decides; this is what it told.
+  // Says whether the gate allows the chosen selector and ratio, as the engine last reported it. The engine decides.
   markGate() {
     const { selectors, default: chosen } = this.service;
     const name = this.selector.value || chosen.selector;
@@ -169,7 +169,7 @@ export class Compare {
 
   finish(way, message) {
     way.result = message;
-    if (!message.text) way.answer.append(el("span", { class: "quiet" }, "(the model ended without a word)"));
+    if (!message.text) way.answer.append(el("span", { class: "quiet" }, "(the answer is empty)"));
     const pairs = (list) => list.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)));
     const cost = message.cost === null ? "not told" : percent(message.cost);
     way.figures.replaceChildren(...pairs([["first token after", ms(message.ttft_ms)], ["prompt computed", cost]]));
@@ -183,7 +183,7 @@ export class Compare {
     }
     way.more.replaceChildren(...pairs(more));
     if (message.way === "blend" && accounting.outcome !== "blended") {
-      way.note.textContent = `Not blended, this is a full prefill: ${accounting.reason ?? accounting.outcome ?? "your token may not know why"}`;
+      way.note.textContent = `Not blended, this is a full prefill: ${accounting.reason ?? accounting.outcome ?? "your token does not allow you to see the reason"}`;
     }
     if (this.ways.full.result && this.ways.blend.result) this.drawVerdict();
   }

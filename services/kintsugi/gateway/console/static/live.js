@@ -107,7 +107,7 @@ export class Live {
   }
 
   show({ at_unix_s: now, store, gateway, tenants }) {
-    this.status.textContent = `As of ${new Date(1000 * now).toLocaleTimeString("en-GB")}, renewed every ${PERIOD_MS / 1000} seconds while you look.`;
+    this.status.textContent = `As of ${new Date(1000 * now).toLocaleTimeString("en-GB")}, updated every ${PERIOD_MS / 1000} seconds while this view is open.`;
     const number = (value) => Math.round(value).toLocaleString("en");
     const looked = gateway.tokens_hit + gateway.tokens_missed;
     this.figure("answers under way", number(gateway.answers_under_way));
@@ -115,10 +115,10 @@ export class Live {
     this.figure("chunk tokens loaded", looked ? `${(100 * gateway.tokens_hit / looked).toFixed(0)} %` : "none yet");
     this.figure("chunks waiting to be stored", number(gateway.fill_queue_chunks));
     this.figure("known texts", number(gateway.known_chunks));
-    if (gateway.tokens_discovered) this.figure("tokens hit undeclared", number(gateway.tokens_discovered));
+    if (gateway.tokens_discovered) this.figure("tokens hit in discovered chunks", number(gateway.tokens_discovered));
     if (store.problem) {
       this.figure("store", "no answer");
-      this.problem.textContent = `The store does not answer: ${store.problem}. Answers go on as full prefills.`;
+      this.problem.textContent = `The store does not answer: ${store.problem}. Prompts are prefilled in full until it does.`;
       this.problem.hidden = false;
     } else {
       this.figure("chunks stored", number(store.chunks));

@@ -16,8 +16,8 @@ export class Log {
     this.said = el("div", { role: "status" });
     this.problem = el("div", { role: "alert" });
     root.replaceChildren(
-      el("p", {}, "Which share of your past prompts would have come out of the store? The log is read in this page and is not sent anywhere."),
-      el("p", { class: "quiet" }, "One JSON request a line: OpenAI chat or text completions as your clients sent them, or objects with chunks and a question."),
+      el("p", {}, "Which share of your past prompts could have been loaded from the store? The log is read in this page and is not sent anywhere."),
+      el("p", { class: "quiet" }, "One JSON request per line: OpenAI chat or text completions as your clients sent them, or objects with chunks and a question."),
       el("label", { for: "log-file" }, "A log file of at most 64 MiB"), file,
       el("label", { for: "log-text" }, "Or paste some lines"), this.text,
       el("div", { class: "fields" }, el("div", {}, el("label", { for: "log-ratio" }, "Share of loaded tokens that a blend recomputes, in percent"), this.ratio)),
@@ -72,7 +72,7 @@ export class Log {
       bar,
       el("dl", { class: "figures" }, ...parts.map(([name, share]) => el("div", {}, el("dt", {}, name), el("dd", {}, percent(share))))),
       el("p", {}, `${this.file ? `${this.file.name}: ` : ""}${count(found.requests, "request")}, about ${count(found.tokens, "prompt token")}. ${percent(found.loaded)} of them stand in passages that an earlier request had at another place; a blend loads these and recomputes ${this.ratio.value} % of them.`),
-      el("p", { class: "quiet" }, "An estimate: four characters count as a token, passages end at blank lines, and everything is taken to stay stored.",
+      el("p", { class: "quiet" }, "An estimate: four characters count as a token, passages end at blank lines, and nothing is evicted from the store.",
         found.full ? " The log has more passages than are remembered here, so the true share is higher." : ""));
   }
 }

@@ -1,7 +1,7 @@
 // What Kintsugi would have saved on a log of requests. Pure: it runs in the page, and the log never leaves it.
 //
-// A log has one JSON object a line: an OpenAI request (`messages` or `prompt`, bare or under `request` or
-// `body`), or `{"chunks": [...], "question": "..."}`. Texts are cut into passages: chunks as they are, others
+// A log has one JSON object per line: an OpenAI request (`messages` or `prompt`, bare or under `request` or
+// `body`), or `{"chunks": [...], "question": "..."}`. Texts are cut into passages: chunks as they are, other texts
 // at blank lines. A passage that an earlier request had counts as stored. Tokens are estimated as a quarter of
 // the characters.
 
@@ -22,7 +22,7 @@ export function passagesOf(value) {
   if (value === null || typeof value !== "object" || Array.isArray(value)) throw new Error("is no JSON object");
   const request = value.request ?? value.body ?? value;
   const chunks = request.chunks ?? request.segments ?? request.documents ?? [];
-  if (!Array.isArray(chunks)) throw new Error("has chunks that are no list");
+  if (!Array.isArray(chunks)) throw new Error("has chunks that are not a list");
   const marked = chunks.flatMap((chunk) => textsOf(typeof chunk === "string" ? chunk : chunk?.text ?? chunk?.content));
   const messages = Array.isArray(request.messages) ? request.messages.flatMap((message) => textsOf(message?.content)) : [];
   const free = [...messages, ...textsOf(request.prompt), ...textsOf(request.question)];

@@ -10,7 +10,7 @@ The bytes of a slab are reused only after the catalog has forgotten them: a drop
 
 A catalog names a chunk by its address, and the chunk may be deleted and put again while its old copy is still
 being written. So `commit` leaves out copies whose source was dropped, and a chunk is committed only after
-faster tiers have forgotten older records of its address: a restart believes the fastest tier.
+faster tiers have forgotten older records of its address: a restart uses the fastest tier's record.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ answers:
 A chunk is one object: its frames in order, each padded as in RAM. From its demotion to the end of its upload,
 its bytes are in memory; all uploads together take at most `staging_bytes`. A chunk that finds no room there
 is lost, and so is a chunk whose upload fails. The catalog names a chunk when its object is stored, and a
-restart believes the catalog. A sweep deletes the objects that the catalog does not name: the remains of
+restart relies on the catalog. A sweep deletes the objects that the catalog does not name: the remains of
 crashes, late uploads and unanswered deletions.
 """
 
