@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kintsugi.core.deploy import RAY_ENVIRONMENT
+from kintsugi.core.deploy import RAY_CLUSTER_ENVIRONMENT
 from kintsugi_operator.api.manifest import to_manifest
 from kintsugi_operator.api.pod_template import PodTemplate, Variable
 from kintsugi_operator.objects.names import LABEL_TEMPLATE, digest
@@ -218,7 +218,7 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
     env = {
         "HOME": TMP,
         "XDG_CACHE_HOME": f"{TMP}/cache",
-        **RAY_ENVIRONMENT,
+        **RAY_CLUSTER_ENVIRONMENT,
         # Ray's 15 is for machines with other work.
         "RAY_worker_niceness": "0",
         "VLLM_NO_USAGE_STATS": "1",

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
+from kintsugi.core.deploy import RAY_CLUSTER_ENVIRONMENT
 from kintsugi.gateway.access import check_exposure
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.pod_template import RESERVED_VARIABLES
@@ -156,6 +157,7 @@ def test_a_shard_s_pod_holds_full_tiers_and_no_monitor_of_ray_ends_it(spec: Blen
         assert (
             variables["RAY_memory_monitor_refresh_ms"] == variables["RAY_worker_oom_score_adjustment"] == "0"
         )
+        assert variables.items() >= RAY_CLUSTER_ENVIRONMENT.items()
         if template["metadata"]["labels"].get(LABEL_ROLE) == "shard":
             memory_gib = quantity(container["resources"]["limits"]["memory"]) / 2**30
             # Ray, the process and gRPC; manifests of chunks in RAM, and of those on disk.
