@@ -1,7 +1,7 @@
 """Makes the folder of the model that ships with Kintsugi, from a training state.
 
     python -m benchmarks.testbed.bundle --state runs/a/state.pt
-    kintsugi calibrate --model $FOLDER --questions $FOLDER/questions.jsonl.gz --out $FOLDER/calibration.json
+    kintsugi calibrate --model $FOLDER --questions $FOLDER/questions.jsonl.xz --out $FOLDER/calibration.json
 
 Writes the checkpoint, the questions to calibrate it on, and the demo's question: the first of its kind that
 full prefill answers and full KV reuse does not. All come from evaluation seeds, the questions from a slice
@@ -11,8 +11,8 @@ that no benchmark uses.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
+import lzma
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def make(state: Path, out: Path) -> None:
         for task in TASKS
     ]
     lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
-    (out / "questions.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    (out / "questions.jsonl.xz").write_bytes(lzma.compress(lines.encode(), preset=9 | lzma.PRESET_EXTREME))
     shown = find_showcase(Bundle(out))
     (out / "showcase.json").write_text(json.dumps(asdict(shown), indent=1) + "\n")
 

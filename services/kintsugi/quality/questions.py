@@ -1,6 +1,7 @@
 """Questions about chunks: read from files of several formats, or made of the bundled passages.
 
-A file holds one JSON record per line (JSONL) or one JSON list, compressed if its name ends in `.gz`.
+A file holds one JSON record per line (JSONL) or one JSON list, compressed if its name ends in `.gz` or
+`.xz`.
 Formats of a record:
 
 - ours, `{"chunks": […], "question": "…", "answers": […]}`; without `answers`, only agreement with full
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import random
 import re
 import zlib
@@ -28,6 +30,7 @@ from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
 
 FILE_BYTES_MAX = 1 << 30
+_OPENERS: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 CHUNKS_MAX = 256
 CHUNK_WORDS = 350
 """About 512 tokens of English, the paper's chunk."""
@@ -94,15 +97,15 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 def _read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (location, record) pairs. A file that starts with a bracket is one list."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
         if len(data) > FILE_BYTES_MAX:
             raise InvalidField("questions", f"{path} exceeds {FILE_BYTES_MAX >> 30} GiB; split it")
         text = data.decode()
     except UnicodeDecodeError:
         raise InvalidField("questions", f"{path} is not UTF-8 text") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InvalidField("questions", f"{path} is not a whole gzip file: {error}") from None
+    except (gzip.BadGzipFile, lzma.LZMAError, EOFError, zlib.error) as error:
+        raise InvalidField("questions", f"{path} is not a whole {path.suffix} file: {error}") from None
     if text.lstrip().startswith("["):
         for index, record in enumerate(_parse_json(text, str(path))):
             yield f"{path}[{index}]", record

@@ -115,7 +115,7 @@ def descendants(process: int) -> set[int]:
 
 
 def test_the_bundled_model_is_served_by_its_report_and_stops_cleanly(tmp_path: Path) -> None:
-    (question,) = read_questions(bundled_checkpoint() / "questions.jsonl.gz", 1)
+    (question,) = read_questions(bundled_checkpoint() / "questions.jsonl.xz", 1)
     config = tmp_path / "service.yaml"
     # A model this small is prefilled faster than anything is loaded: blend it all the same.
     expert = {"loading_controller": False, "load_deadline_ms": 60_000}

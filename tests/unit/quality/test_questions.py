@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.quality.questions import Question, cut_context, parse_question, read_questions
 
 OWN = {"chunks": ["one ", "two "], "question": "Which?", "answers": ["one"]}
+COMPRESS: Mapping[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress}
 
 
 def written(folder: Path, *records: Any) -> Path:
@@ -66,9 +69,10 @@ def test_lines_and_lists_are_read(tmp_path: Path) -> None:
     assert read_questions(path) == lines
     assert len(lines) == 3
     assert len(read_questions(path, limit=2)) == 2
-    packed = tmp_path / "lines.jsonl.gz"
-    packed.write_bytes(gzip.compress((json.dumps(OWN) + "\n").encode() * 3))
-    assert read_questions(packed) == lines
+    for suffix, compress in COMPRESS.items():
+        packed = tmp_path / f"lines.jsonl{suffix}"
+        packed.write_bytes(compress((json.dumps(OWN) + "\n").encode() * 3))
+        assert read_questions(packed) == lines
 
 
 @pytest.mark.parametrize(
@@ -105,14 +109,14 @@ def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidField, match="UTF-8"):
         read_questions(binary)
-    cut = tmp_path / "cut.gz"
-    cut.write_bytes(gzip.compress(json.dumps(OWN).encode())[:-9])
-    with pytest.raises(InvalidField, match="not a whole gzip file"):
-        read_questions(cut)
-    plain = tmp_path / "plain.gz"
-    plain.write_text(json.dumps(OWN))
-    with pytest.raises(InvalidField, match="not a whole gzip file"):
-        read_questions(plain)
+    for suffix, compress in COMPRESS.items():
+        cut = tmp_path / f"cut{suffix}"
+        cut.write_bytes(compress(json.dumps(OWN).encode())[:-9])
+        plain = tmp_path / f"plain{suffix}"
+        plain.write_text(json.dumps(OWN))
+        for path in (cut, plain):
+            with pytest.raises(InvalidField, match=f"not a whole {suffix} file"):
+                read_questions(path)
     broken = tmp_path / "broken"
     broken.write_text("{")
     with pytest.raises(InvalidField, match="broken:1 is not JSON"):

@@ -79,7 +79,7 @@ def test_served_prompts_open_the_gate(
     served: Served, learning: Learning, registry: CollectorRegistry
 ) -> None:
     _forget(served)
-    questions = read_questions(bundled_checkpoint() / "questions.jsonl.gz", PROMPTS_MAX)
+    questions = read_questions(bundled_checkpoint() / "questions.jsonl.xz", PROMPTS_MAX)
     served.store("learns", list(dict.fromkeys(chunk for one in questions for chunk in one.chunks)))
     outcomes = []
     for one in questions:
