@@ -9,6 +9,9 @@
 #   make test-core           the tests of core, store, gateway, SDK and operator: under a minute on two cores, in a
 #                            small environment of its own without torch, vLLM and Ray (.venv-core)
 #   make test-full           the rest: long matrices, more seeds, what takes minutes
+#   make test-cluster-bed [ONLY=kill_head]
+#                            a service on five hosts that die, are cut off and return; part of test-full. The
+#                            hosts are network namespaces: needs root, iproute2 and redis-server
 #   make check               formatting, lints, types, import layers, generated files, sizes
 #   make bench [BENCHMARKS=benchmarks/...py]
 #   make support [TESTS=support.json]
@@ -66,7 +69,7 @@ BENCHMARKS := $(wildcard benchmarks/*.py)
 # Any interpreter that has torch with CUDA, and Triton; vLLM's part runs where it has vLLM, too.
 GPU_PYTHON ?= python3
 
-.PHONY: help setup demo test test-parts test-engines test-core test-full check proto bench bench-stale support gpu gpu-pack fuzz clients lock images tools docs dist
+.PHONY: help setup demo test test-parts test-engines test-core test-full test-cluster-bed check proto bench bench-stale support gpu gpu-pack fuzz clients lock images tools docs dist
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -168,6 +171,10 @@ test-full: setup tools
 	$(BIN)/python -u -m pytest -m full
 	PYTHONPATH=tests/fakes/absent $(BIN)/python -u -m pytest -m full -k "qwen3.5" $(ENGINE_TESTS)/test_hybrids.py
 	$(BIN)/python benchmarks/posed.py
+	$(MAKE) --no-print-directory test-cluster-bed
+
+test-cluster-bed: setup
+	$(BIN)/python benchmarks/cluster.py $(if $(ONLY),--only $(ONLY))
 
 check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/ruff format --check .

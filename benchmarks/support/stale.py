@@ -42,6 +42,7 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "gateway": ("core", "gateway", "sdk", "models", "precompute", *_STORE),
     "routing": ("core", "serving"),
     "scale": _SERVICE,
+    "cluster": _SERVICE,
     "clients": _SERVICE,
     "console": (*_SERVICE, "cli"),
     "codecs": (*_BLEND, *_RAM_STORE, "quality"),

@@ -1,0 +1,1 @@
+"""A bed of several hosts in network namespaces, and what happens to a service on it."""

@@ -1,0 +1,378 @@
+"""What happens to the bed, one scenario a function. Each leaves the bed as it found it, or raises."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from benchmarks.support.cluster.bed import ENGINE, GATEWAY, HEAD, SHARD, VLLM, Bed
+from benchmarks.support.cluster.traffic import (
+    NAMESPACE,
+    Traffic,
+    connect,
+    failover_s,
+    first_good_s,
+    make_text,
+)
+from benchmarks.support.engines import say
+from kintsugi.core.errors import KintsugiError
+
+LIMIT_S = 120.0
+"""Maximum length of a scenario, without the time in which the bed is made whole for the next one."""
+NOTICED_S = 25.0
+"""Within this time Ray has noticed that a node is cut off (`core.deploy.RAY_CLUSTER_ENVIRONMENT`)."""
+HEAL_S = 240.0
+BLINK_S = 6.0
+"""A cut that Ray does not notice."""
+HEALTHY_S = 5.0
+PUTS = 4
+
+
+@dataclass
+class Outcome:
+    """What a scenario found."""
+
+    name: str
+    wrong: int = 0
+    lost: int = 0
+    errors: int = 0
+    """Questions that failed, and said so."""
+    asked: int = 0
+    failover_s: float | None = None
+    first_good_s: float | None = None
+    seconds: float = 0.0
+    problem: str = ""
+    """Why it did not pass; empty if it did."""
+    is_broken: bool = False
+    """Whether the bed was not made whole again."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_passed(self) -> bool:
+        return not self.problem
+
+    def to_mapping(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Stage:
+    """The bed during one scenario."""
+
+    def __init__(self, bed: Bed, outcome: Outcome) -> None:
+        self.bed = bed
+        self.outcome = outcome
+
+    @contextmanager
+    def asking(self, without: str = "") -> Iterator[Traffic]:
+        """Ask questions, apart from the gateway on the host ``without``; at first for `HEALTHY_S`."""
+        with self.bed.traffic(without) as traffic:
+            if not traffic.wait_calm(time.monotonic(), HEALTHY_S, LIMIT_S):
+                raise RuntimeError(f"not healthy before anything happened: {traffic.asked[-3:]}")
+            yield traffic
+        self._count(traffic)
+
+    def _count(self, traffic: Traffic) -> None:
+        asked = traffic.asked
+        self.outcome.asked += len(asked)
+        self.outcome.wrong += sum(one.is_wrong for one in asked)
+        failed = [one.error for one in asked if one.error]
+        self.outcome.errors += len(failed)
+        for error in failed:
+            errors = self.outcome.notes.setdefault("errors", {})
+            errors[error[:160]] = errors.get(error[:160], 0) + 1
+        outcomes = self.outcome.notes.setdefault("outcomes", {})
+        for name, count in traffic.outcomes.items():
+            outcomes[name] = outcomes.get(name, 0) + count
+
+    def put(self, without: str = "") -> None:
+        with connect(self.bed.gateway(without)) as client:
+            self.bed.book.put(client, PUTS)
+
+    def lose(self, name: str, how: Callable[[], None]) -> None:
+        """Ask and put while a host is lost by ``how``, and measure until questions are answered again."""
+        survivor = self.bed.gateway(name)
+        with self.asking(without=name) as traffic:
+            lost_s = time.monotonic()
+            how()
+            with connect(survivor) as client:
+                self.bed.book.put(client, PUTS)
+            is_calm = traffic.wait_calm(lost_s, NOTICED_S, LIMIT_S - (time.monotonic() - lost_s))
+        self.outcome.failover_s = failover_s(traffic.asked, lost_s)
+        self.outcome.first_good_s = first_good_s(traffic.asked, lost_s)
+        if not is_calm or self.outcome.failover_s is None:
+            raise RuntimeError(f"questions are not answered again after the loss of {name}")
+
+
+Scenario = Callable[[Stage], None]
+
+
+def _kill(*roles: str) -> Scenario:
+    def scenario(stage: Stage) -> None:
+        bed = stage.bed
+        name = bed.host_of(*roles) if roles else HEAD
+        stage.outcome.notes["host"] = name
+        stage.lose(name, lambda: bed.kill(name))
+        bed.boot(name)
+
+    return scenario
+
+
+def _cut_off(*roles: str) -> Scenario:
+    """Cut a host off until Ray counts it as lost, and let it return."""
+
+    def scenario(stage: Stage) -> None:
+        bed = stage.bed
+        name = bed.host_of(*roles) if roles else HEAD
+        stage.outcome.notes["host"] = name
+        try:
+            stage.lose(name, bed.hosts[name].cut_off)
+        finally:
+            bed.hosts[name].reconnect()
+
+    return scenario
+
+
+def blink(stage: Stage) -> None:
+    """Cut off each host but the head for some seconds: nothing restarts."""
+    bed = stage.bed
+    before = sorted((one.deployment, one.host) for one in bed.replicas())
+    with stage.asking() as traffic:
+        for name in (bed.host_of(SHARD), bed.host_of(ENGINE)):
+            bed.hosts[name].cut_off()
+            time.sleep(BLINK_S)
+            bed.hosts[name].reconnect()
+        since_s = time.monotonic()
+        if not traffic.wait_calm(since_s, HEALTHY_S, LIMIT_S):
+            raise RuntimeError("questions are not answered after short cuts")
+    after = sorted((one.deployment, one.host) for one in bed.replicas())
+    if before != after:
+        raise RuntimeError(f"a short cut restarted something: {before}, then {after}")
+
+
+def partition(stage: Stage) -> None:
+    """A gateway reaches no shard; the engine on its host does not, either."""
+    bed = stage.bed
+    name = bed.host_of(ENGINE, GATEWAY)
+    host = bed.hosts[name]
+    shards = [other for other in bed.hosts.values() if other.address in bed.running(SHARD)]
+    with stage.asking() as traffic:
+        since_s = time.monotonic()
+        for shard in shards:
+            host.drop(shard)
+            shard.drop(host)
+        try:
+            stage.put(without=name)
+            is_calm = traffic.wait_calm(since_s, 15.0, LIMIT_S)
+        finally:
+            for shard in shards:
+                host.deliver(shard)
+                shard.deliver(host)
+        if not is_calm:
+            raise RuntimeError("questions are not answered while a gateway is cut off from the shards")
+
+
+def slow_link(stage: Stage) -> None:
+    """A shard sends 1 Mbit/s."""
+    bed = stage.bed
+    host = bed.hosts[bed.host_of(SHARD)]
+    with stage.asking() as traffic:
+        since_s = time.monotonic()
+        host.slow_down("1mbit")
+        try:
+            stage.put()
+            is_calm = traffic.wait_calm(since_s, 20.0, LIMIT_S)
+        finally:
+            host.speed_up()
+        if not is_calm:
+            raise RuntimeError("questions are not answered with a slow link")
+
+
+def scale_out_shards(stage: Stage) -> None:
+    bed = stage.bed
+    with stage.asking():
+        bed.boot("five")
+        bed.scale(shards=3)
+        bed.wait_ready(LIMIT_S)
+        stage.put()
+
+
+def scale_in_shards(stage: Stage) -> None:
+    bed = stage.bed
+    with stage.asking():
+        bed.scale(shards=2)
+        bed.wait_ready(LIMIT_S)
+        stage.put()
+    shards = bed.running(SHARD)
+    idle = next(name for name in ("five", "three", "one") if bed.hosts[name].address not in shards)
+    stage.outcome.notes["left"] = idle
+    if idle == "five":
+        bed.kill(idle)
+
+
+def scale_in_fronts(stage: Stage) -> None:
+    """One engine and one gateway go. Questions go to the gateway that stays, on a host with an engine or
+    without."""
+    bed = stage.bed
+    bed.scale(engines=1, gateways=1)
+    bed.wait_ready(LIMIT_S)
+    with stage.asking():
+        stage.put()
+
+
+def scale_out_fronts(stage: Stage) -> None:
+    bed = stage.bed
+    with stage.asking():
+        bed.scale()
+        bed.wait_ready(LIMIT_S)
+    with stage.asking():
+        stage.put()
+
+
+def corpus(stage: Stage) -> None:
+    """A corpus job with a worker on each of two hosts, of which one dies."""
+    bed = stage.bed
+    documents = 48
+    source = bed.folder / HEAD / "corpus.jsonl"
+    lines = [json.dumps({"id": f"d{n}", "text": make_text(10_000 + n)}) for n in range(documents)]
+    source.write_text("\n".join(lines))
+    result = bed.folder / "logs/corpus.json"
+
+    def job(*more: str) -> Any:
+        command = [sys.executable, "-c", "from kintsugi.cli.console_script import main; main()"]
+        command += ["precompute", "run", str(bed.place / "corpus.jsonl"), "--model", "bundled", "--json"]
+        command += ["--namespace", NAMESPACE, "--store", f"shards://{bed.head.address}:7410"]
+        engine = {name: value for name, value in VLLM.items() if name != "enable_prefix_caching"}
+        command += ["--state", str(bed.place / "state"), "--workers", "2", "--engine", json.dumps(engine)]
+        environment = {**bed.environment(), "RAY_ADDRESS": f"{bed.head.address}:6379"}
+        return bed.head.start([*command, *more], environment, result)
+
+    def hosts_of_workers() -> list[str]:
+        return [name for name in bed.hosts if bed.hosts[name].is_up and _has_worker(bed, name)]
+
+    with stage.asking() as traffic:
+        running = job("--tokens-per-s", "400")
+        bed.wait(lambda: len(hosts_of_workers()) >= 1 or running.poll() is not None, LIMIT_S, "workers run")
+        (name, *_) = hosts_of_workers()
+        stage.outcome.notes["host"] = name
+        bed.kill(name)
+        bed.wait(lambda: running.poll() is not None, LIMIT_S, "the job ends")
+        traffic.wait_calm(time.monotonic(), HEALTHY_S, HEALTHY_S)
+    if running.returncode:
+        raise RuntimeError(f"the job ended with {running.returncode}: {result.read_text()[-500:]}")
+    bed.boot(name)
+    bed.wait_ready(HEAL_S)
+    result.unlink()
+    survey = job("--dry-run")
+    bed.wait(lambda: survey.poll() is not None, LIMIT_S, "the survey ends")
+    stage.outcome.notes["survey"] = result.read_text()[-300:]
+
+
+def _has_worker(bed: Bed, name: str) -> bool:
+    return any(title.startswith("ray::Worker") for title in bed.hosts[name].titles())
+
+
+def autoscale(stage: Stage) -> None:
+    """Engines from one to two under load, and back at rest, with 10 s of delay in place of 300 s."""
+    bed = stage.bed
+    spec = bed.spec
+    scaled = replace(spec, engines=replace(spec.engines, replicas=1, replicas_max=2))
+
+    def hasten(config: Mapping[str, Any]) -> None:
+        for application in config["applications"]:
+            for deployment in application["deployments"]:
+                if "autoscaling_config" in deployment:
+                    deployment["autoscaling_config"]["downscale_delay_s"] = 10.0
+
+    bed.deploy(scaled, hasten)
+    try:
+        bed.wait(lambda: len(bed.running(ENGINE)) == 1, HEAL_S, "one engine at rest")
+        with _Load(bed):
+            bed.wait(lambda: len(bed.running(ENGINE)) == 2, LIMIT_S, "a second engine under load")
+        bed.wait(lambda: len(bed.running(ENGINE)) == 1, LIMIT_S, "one engine after the load")
+    finally:
+        bed.deploy(spec)
+
+
+class _Load:
+    """Many long prompts at a time."""
+
+    def __init__(self, bed: Bed) -> None:
+        self._stopped = threading.Event()
+        self._pool = ThreadPoolExecutor(48)
+        self._address = bed.gateway()
+
+    def __enter__(self) -> None:
+        for seed in range(48):
+            self._pool.submit(self._run, seed)
+
+    def _run(self, seed: int) -> None:
+        text = " ".join(make_text(50_000 + seed + n) for n in range(4))
+        with connect(self._address) as client:
+            while not self._stopped.is_set():
+                try:
+                    client.generate([text], "?", max_tokens=1, no_blend=True)
+                except KintsugiError:
+                    self._stopped.wait(0.5)
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "kill_shard": _kill(SHARD),
+    "kill_engine": _kill(ENGINE),
+    "kill_gateway": _kill(SHARD, GATEWAY),
+    "kill_head": _kill(),
+    "cut_shard": _cut_off(SHARD),
+    "cut_engine": _cut_off(ENGINE),
+    "cut_gateway": _cut_off(SHARD, GATEWAY),
+    "cut_head": _cut_off(),
+    "blink": blink,
+    "partition": partition,
+    "slow_link": slow_link,
+    "scale_out_shards": scale_out_shards,
+    "scale_in_shards": scale_in_shards,
+    "scale_in_fronts": scale_in_fronts,
+    "scale_out_fronts": scale_out_fronts,
+    "corpus": corpus,
+    "autoscale": autoscale,
+}
+NEEDS_REDIS = ("kill_head", "cut_head")
+
+
+def play(bed: Bed, name: str) -> Outcome:
+    """Run one scenario, make the bed whole, and look for lost chunks and wrong answers."""
+    outcome = Outcome(name)
+    began_s = time.monotonic()
+    try:
+        SCENARIOS[name](Stage(bed, outcome))
+        outcome.seconds = time.monotonic() - began_s
+        if outcome.seconds > LIMIT_S:
+            outcome.problem = f"took {outcome.seconds:.0f} s"
+    except (RuntimeError, TimeoutError, StopIteration) as failure:
+        outcome.problem = _describe(failure)
+    try:
+        began_s = time.monotonic()
+        bed.wait_ready(HEAL_S)
+        outcome.notes |= {"heal_s": round(time.monotonic() - began_s, 1), "chunks": len(bed.book.texts)}
+        outcome.lost = len(bed.find_lost())
+        outcome.wrong += bed.count_wrong()
+    except (RuntimeError, TimeoutError, KintsugiError) as failure:
+        outcome.is_broken = True
+        outcome.problem = "; then ".join(filter(None, (outcome.problem, _describe(failure))))
+    if not outcome.problem and (outcome.lost or outcome.wrong):
+        outcome.problem = f"{outcome.lost} acknowledged chunks lost, {outcome.wrong} wrong answers"
+    say(f"{name}: {outcome.problem or 'passed'} {outcome.to_mapping()}")
+    return outcome
+
+
+def _describe(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"[:500]
