@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from logging.handlers import MemoryHandler
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -58,6 +59,22 @@ def collector_off() -> Iterator[None]:
         gc.freeze()
 
 
+@contextmanager
+def serve_log_kept() -> Iterator[None]:
+    """Keep Serve's log file open inside the block: when vLLM configures logging, Python closes all handlers.
+
+    Without the file, the replica's later lines are lost, and a restarted controller, which asks each replica
+    for the name of its file, replaces the replica.
+    """
+    handlers = logging.getLogger("ray.serve").handlers
+    targets = {one: one.target for one in handlers if isinstance(one, MemoryHandler)}
+    try:
+        yield
+    finally:
+        for handler, target in targets.items():
+            handler.setTarget(target)
+
+
 class EngineReplica(AsyncEngine):
     """A replica: an engine that Serve starts and closes, and that `serving.ray_backend` calls."""
 
@@ -81,7 +98,7 @@ class EngineReplica(AsyncEngine):
                 log.exception("the report beside %s was not published", served.path)
 
         spec = AsyncSpec.of(served, config, url)
-        with collector_off():
+        with collector_off(), serve_log_kept():
             super().__init__(spec, await launch(spec, prepare))
             await self.warm_up()
         self.when_ended(end_with_core)

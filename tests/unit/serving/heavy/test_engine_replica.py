@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import logging.config
 import subprocess
 import sys
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +18,7 @@ pytest.importorskip("ray.serve", reason="install the extra `serving`")
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineBackend
-from kintsugi.serving.engine_replica import EngineReplica
+from kintsugi.serving.engine_replica import EngineReplica, serve_log_kept
 
 
 def test_serves_builders_do_not_import_vllm() -> None:
@@ -61,3 +66,22 @@ except OSError:
 assert gc.isenabled() and gc.get_freeze_count() > 10_000
 """
     assert subprocess.run([sys.executable, "-c", check], timeout=120).returncode == 0
+
+
+def test_serve_s_log_survives_that_vllm_configures_logging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that restarts asks each replica for its file, and replaced every engine."""
+    from ray.serve._private.logging_utils import get_component_logger_file_path
+
+    node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
+    monkeypatch.setattr("ray._private.worker._global_node", node)
+    logger = logging.getLogger("ray.serve")
+    file = logging.FileHandler(tmp_path / "replica.log")
+    monkeypatch.setattr(logger, "handlers", [MemoryHandler(1, target=file)])
+    with serve_log_kept():
+        logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+    assert get_component_logger_file_path() == "/replica.log"
+    logger.warning("still written")
+    assert "still written" in (tmp_path / "replica.log").read_text()
+    file.close()
