@@ -91,6 +91,8 @@ class Replica:
     host: str
     """Address."""
     state: str
+    name: str
+    """Another one after every restart."""
 
 
 class Bed:
@@ -257,7 +259,7 @@ class Bed:
         for application in ((self._ask_serve("GET") or {}).get("applications") or {}).values():
             for name, deployment in application["deployments"].items():
                 for one in deployment["replicas"]:
-                    found.append(Replica(name, one.get("node_ip") or "", one["state"]))
+                    found.append(Replica(name, one.get("node_ip") or "", one["state"], one["replica_id"]))
         return found
 
     def running(self, deployment: str) -> list[str]:

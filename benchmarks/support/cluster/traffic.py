@@ -42,6 +42,8 @@ class Asked:
     error: str
     """Empty for an answer."""
     is_wrong: bool
+    is_declined: bool = False
+    """Whether the prompt was prefilled in full."""
 
     @property
     def is_disturbed(self) -> bool:
@@ -158,7 +160,9 @@ class Traffic:
             error = f"{type(failure).__name__}: {failure}"
         with self._lock:
             del self._running[threading.get_ident()]
-            self._asked.append(Asked(began_s, time.monotonic(), error, is_wrong))
+            self._asked.append(
+                Asked(began_s, time.monotonic(), error, is_wrong, outcome.startswith("declined"))
+            )
             self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
 
     @property
