@@ -35,6 +35,7 @@ from kintsugi.store.client.directory import (
     map_to_wire,
 )
 from kintsugi.store.client.options import tls_files_of
+from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.grpc_server import GrpcServer, build_handler
 from kintsugi.store.protocol.grpc_status import abort_call
@@ -275,13 +276,14 @@ class DirectoryActor:
 
     async def heartbeat(
         self, shard_id: str, address: str, instance: str, is_empty: bool, replicas: int | None
-    ) -> None:
-        """Record that a shard is alive. ``replicas``: how many shards are to hold each chunk; None:
-        unknown."""
+    ) -> str:
+        """Record that a shard is alive, and return the directory's own address. ``replicas``: how many shards
+        are to hold each chunk; None: unknown."""
         await self.start()
         if replicas is not None:
             self._membership.replicas = replicas
         self._membership.record_heartbeat(shard_id, address, instance, is_empty)
+        return self.address()
 
     async def leave(self, shard_id: str) -> None:
         self._membership.remove_member(shard_id)
@@ -354,6 +356,29 @@ def split_store_url(store_url: str) -> tuple[str, TlsFiles | None]:
     return parts.netloc, tls_files_of(parts.query)
 
 
+class MovingDirectory(ShardDirectory):
+    """The directory of a store's own cluster, whose address changes when another node becomes the head."""
+
+    def __init__(self, store_url: str) -> None:
+        """Raises `Unavailable` as `reachable`."""
+        self._given, self._url = urlsplit(store_url), reachable(store_url)
+        self._opened, self.options = open_directory(self._url)
+
+    def move(self, address: str) -> None:
+        """Follow the directory to its `host:port`."""
+        url = self._given._replace(netloc=address).geturl()
+        if url != self._url and is_wildcard(self._given.hostname or ""):
+            former, self._url = self._opened, url
+            self._opened, _ = open_directory(url)
+            former.close()
+
+    def current(self) -> ShardMap:
+        return self._opened.current()
+
+    def close(self) -> None:
+        self._opened.close()
+
+
 class Announcer:
     """Reports one shard to the directory, from a thread, until `close`."""
 
@@ -364,10 +389,12 @@ class Announcer:
         address: str,
         is_empty: Callable[[], bool],
         before_return: Callable[[], None] = lambda: None,
+        moved: Callable[[str], None] = lambda address: None,
     ) -> None:
         """Returns after the first heartbeat. `before_return` is called before a shard that had left the map
-        enters it again. Raises `Unavailable`."""
+        enters it again, `moved` with the directory's address after each heartbeat. Raises `Unavailable`."""
         self._before_return = before_return
+        self._moved = moved
         self._store = store
         self._is_empty = is_empty
         self._shard_id = shard_id
@@ -391,7 +418,7 @@ class Announcer:
         heartbeat = self._directory.heartbeat.remote(
             self._shard_id, self._address, self._instance, self._is_empty(), self._replicas
         )
-        ray.get(heartbeat, timeout=CALL_TIMEOUT_S)
+        self._moved(ray.get(heartbeat, timeout=CALL_TIMEOUT_S))
         self._reported_s = time.monotonic()
 
     def _run(self) -> None:

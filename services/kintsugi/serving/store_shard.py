@@ -27,10 +27,9 @@ from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import advertised_address, format_address, free_port, tls_of
 from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.catching_up import CatchingUp
-from kintsugi.serving.directory import Announcer, ensure_directory, reachable
+from kintsugi.serving.directory import Announcer, MovingDirectory, ensure_directory
 from kintsugi.serving.replica_ports import keep_replica_on_loopback
 from kintsugi.store.client.directory import SHARDS_MAX
-from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.protocol.tls import is_loopback
 from kintsugi.store.replication import Replicator
@@ -142,15 +141,19 @@ class StoreShard:
         self._rules = ShardRules(self._shard)
         self._server = serve_shard(spec, self._shard, self._not_yet)
         address = advertised_address(self._server.address, ray.util.get_node_ip_address())
-        # Its address is part of the URL if shards listen on all interfaces.
         ensure_directory(dict(store))
-        url = reachable(directory_url(spec))
-        self._catching_up = CatchingUp(self._shard, *open_directory(url))
+        directory = MovingDirectory(directory_url(spec))
+        self._catching_up = CatchingUp(self._shard, directory, directory.options)
         self._catching_up.start()
         self._announcer = Announcer(
-            dict(store), self._shard.shard_id, address, self._is_empty, self._catching_up.ask_all
+            dict(store),
+            self._shard.shard_id,
+            address,
+            self._is_empty,
+            self._catching_up.ask_all,
+            directory.move,
         )
-        self._replicator = Replicator(self._shard, *open_directory(url))
+        self._replicator = Replicator(self._shard, directory, directory.options)
         self._replicator.start()
         self._stopped = False
 

@@ -13,7 +13,14 @@ import pytest
 from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.gateway.addresses import free_port
 from kintsugi.serving import directory, store_shard
-from kintsugi.serving.directory import LEASE_S, Announcer, DirectoryActor, Membership, reachable
+from kintsugi.serving.directory import (
+    LEASE_S,
+    Announcer,
+    DirectoryActor,
+    Membership,
+    MovingDirectory,
+    reachable,
+)
 from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress
 
 
@@ -259,10 +266,37 @@ def test_the_first_shard_on_all_interfaces_creates_the_directory_whose_address_i
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.2")
     for name in ("write_json_lines", "keep_replica_on_loopback", "claim_shard", "CatchingUp", "Replicator"):
         monkeypatch.setattr(store_shard, name, Mock())
+    monkeypatch.setattr(directory, "open_directory", lambda url: (opened.append(url), Mock()))
     monkeypatch.setattr(store_shard, "serve_shard", Mock(return_value=Mock(address="0.0.0.0:7400")))
     monkeypatch.setattr(store_shard, "ensure_directory", actors.create)
     monkeypatch.setattr(store_shard, "Announcer", lambda *_: actors.create())
-    monkeypatch.setattr(store_shard, "open_directory", lambda url: opened.append(url) or (url, None))
     shard = store_shard.StoreShard({"expert": {"host": "0.0.0.0", "insecure": True}})
-    assert opened == ["shards://10.0.0.1:7410"] * 2
+    assert opened == ["shards://10.0.0.1:7410"]
     shard._stopped = True
+
+
+@pytest.mark.parametrize(("host", "follows"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_a_shard_follows_the_directory_to_another_head(
+    monkeypatch: pytest.MonkeyPatch, host: str, follows: bool
+) -> None:
+    """A head that is replaced has another address, and a shard would never hear of new shards."""
+    NamedActors(monkeypatch).create()
+    monkeypatch.setattr("ray.get", lambda answer, timeout: "10.0.0.1:7410")
+    opened: list[tuple[str, Mock]] = []
+
+    def open_directory(url: str) -> tuple[Mock, object]:
+        opened.append((url, Mock()))
+        return opened[-1][1], None
+
+    monkeypatch.setattr(directory, "open_directory", open_directory)
+    followed = MovingDirectory(f"shards://{host}:7410?tls_name=s")
+    for address in ("10.0.0.1:7410", "10.0.0.9:7410", "10.0.0.9:7410"):
+        followed.move(address)
+    first = f"shards://{'10.0.0.1' if follows else host}:7410?tls_name=s"
+    assert [url for url, _ in opened] == [first, *["shards://10.0.0.9:7410?tls_name=s"] * follows]
+    followed.current()
+    last = opened[-1][1]
+    assert last.current.called
+    assert not last.close.called
+    followed.close()
+    assert all(one.close.called for _, one in opened)
