@@ -15,8 +15,8 @@ and one line of JSON:
 - `failover_s`: the longest time from the loss of a host until no question fails or takes longer than 5 s at
   the gateways that are left; `failover_KIND_s` of a shard, an engine, a gateway and the head.
 
-With `--records`, scenarios that passed on this commit are not run again. Nothing outside the namespaces is
-changed, and all processes end with this one.
+With `--records`, scenarios that passed are not run again while their record is there. Nothing outside the
+namespaces is changed, and all processes end with this one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from benchmarks.support.cluster.bed import GATEWAY, HOSTS, Bed
 from benchmarks.support.cluster.scenarios import NEEDS_REDIS, SCENARIOS, Outcome, play
 from benchmarks.support.cluster.traffic import connect
 from benchmarks.support.engines import say
-from benchmarks.support.figures import Figure, commit, report
+from benchmarks.support.figures import Figure, report
 from benchmarks.support.sections import parser_of
 
 NAME = "cluster"
@@ -66,7 +67,7 @@ def main() -> None:
         "rows": [one.to_mapping() for one in outcomes],
     }
     figures = figures_of(outcomes)
-    report(NAME, config, figures, NAME if arguments.save else None)
+    report(NAME, config, figures, NAME if arguments.save else None, _oldest(outcomes))
     if any(one.problem for one in outcomes):
         sys.exit(1)
 
@@ -116,19 +117,28 @@ def _keep_logs(bed: Bed) -> None:
 
 
 def _read(records: Path | None) -> dict[str, Outcome]:
-    """Return the recorded outcomes of this commit."""
-    path = records and records / f"{commit()}.jsonl"
-    if not path or not path.is_file():
-        return {}
-    rows = [Outcome(**json.loads(line)) for line in path.read_text().splitlines()]
+    """Return the recorded outcomes."""
+    files = records.glob("*.json") if records else ()
+    rows = [Outcome(**json.loads(file.read_text())) for file in files]
     return {row.name: row for row in rows}
 
 
 def _keep(records: Path | None, outcome: Outcome) -> None:
     if records:
         records.mkdir(parents=True, exist_ok=True)
-        with (records / f"{commit()}.jsonl").open("a") as file:
-            file.write(json.dumps(outcome.to_mapping()) + "\n")
+        (records / f"{outcome.name}.json").write_text(json.dumps(outcome.to_mapping()))
+
+
+def _oldest(outcomes: Sequence[Outcome]) -> str:
+    """Return the commit of the scenario that was run longest ago."""
+    commits = {one.commit for one in outcomes}
+    ages = {one: _count_commits_since(one) for one in commits}
+    return max(ages, key=lambda one: ages[one])
+
+
+def _count_commits_since(made_on: str) -> int:
+    command = ["git", "rev-list", "--count", f"{made_on.removesuffix('+')}..HEAD"]
+    return int(subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True).stdout)
 
 
 def figures_of(outcomes: Sequence[Outcome]) -> list[Figure]:

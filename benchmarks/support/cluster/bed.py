@@ -51,6 +51,8 @@ RAY_PORT, DASHBOARD_PORT, REDIS_PORT = 6379, 8265, 6379
 RECONNECT_S = 600
 """Time for which workers wait for a lost head. KubeRay sets it where Redis is configured."""
 CPUS = 4
+FIRST_NUMBER = 10
+"""The last part of the first host's address."""
 OBJECT_STORE_BYTES = 80 << 20
 ROLES: Mapping[str, Sequence[str]] = {
     HEAD: (),
@@ -103,9 +105,12 @@ class Bed:
         self.place = folder / "host"
         self.place.mkdir()
         (folder / "logs").mkdir()
+        self._names = folder / "names"
         self.hosts = {
-            name: Host(name, 10 + number, folder / name, self.place) for number, name in enumerate(ROLES)
+            name: Host(name, FIRST_NUMBER + number, folder / name, self.place, self._names)
+            for number, name in enumerate(ROLES)
         }
+        self._write_names()
         self.book = Book()
         self._kubelets: dict[str, subprocess.Popen[bytes]] = {}
         self._redis: subprocess.Popen[bytes] | None = None
@@ -158,6 +163,16 @@ class Bed:
         self.hosts[name].boot()
         self._start_ray(name)
 
+    def _write_names(self) -> None:
+        lines = [f"{host.address} {host.name}" for host in self.hosts.values()]
+        self._names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+
+    def replace_head(self) -> None:
+        """Boot a head in place of a lost one, with another address but its name, as a pod has."""
+        self.head.number += len(self.hosts)
+        self._write_names()
+        self.boot(HEAD)
+
     def _has_ray(self, name: str) -> bool:
         return "Ray runtime started" in (self.folder / f"logs/{name}").read_text()
 
@@ -183,7 +198,7 @@ class Bed:
             **(
                 {"port": RAY_PORT, "dashboard-host": ANY_HOST, "temp-dir": self.place / "ray"}
                 if is_head
-                else {"address": f"{self.head.address}:{RAY_PORT}"}
+                else {"address": f"{HEAD}:{RAY_PORT}"}
             ),
         }
         shutil.rmtree(self.folder / name / "ray", ignore_errors=True)

@@ -30,7 +30,7 @@ INIT = """
 set -e
 mount -t tmpfs -o size=$4 tmpfs /dev/shm
 mount --bind "$1" "$2"
-mount --bind "$1/hosts" /etc/hosts
+mount --bind "$5" /etc/hosts
 hostname "$3"
 ip link set lo up
 echo ready
@@ -66,14 +66,22 @@ def _run(*command: str) -> None:
 class Host:
     """A host, from `boot` until `kill`. It can boot again, with its address and its disk."""
 
-    def __init__(self, name: str, number: int, disk: Path, place: Path) -> None:
-        """``disk``: the host's folder, which its processes see at ``place``, as all hosts do."""
+    def __init__(self, name: str, number: int, disk: Path, place: Path, names: Path) -> None:
+        """``disk``: the host's folder, which its processes see at ``place``, as all hosts do. ``names``: the
+        file that all hosts see as /etc/hosts."""
         self.name = name
-        self.address = f"{NETWORK}.{number}"
-        self._disk, self._place = disk, place
-        self._link = f"v{number}"
+        self.number = number
+        self._disk, self._place, self._names = disk, place, names
         self._unshared: subprocess.Popen[str] | None = None
         self._init = 0
+
+    @property
+    def address(self) -> str:
+        return f"{NETWORK}.{self.number}"
+
+    @property
+    def _link(self) -> str:
+        return f"v{self.number}"
 
     @property
     def is_up(self) -> bool:
@@ -81,9 +89,8 @@ class Host:
 
     def boot(self) -> None:
         self._disk.mkdir(exist_ok=True)
-        hosts = f"127.0.0.1 localhost\n{self.address} {self.name}\n"
-        (self._disk / "hosts").write_text(hosts)
-        script = ["bash", "-c", INIT, "init", str(self._disk), str(self._place), self.name, SHARED_MEMORY]
+        values = (self._disk, self._place, self.name, SHARED_MEMORY, self._names)
+        script = ["bash", "-c", INIT, "init", *map(str, values)]
         unshared = subprocess.Popen([*UNSHARE, *script], stdout=subprocess.PIPE, text=True)
         assert unshared.stdout is not None
         if unshared.stdout.readline().strip() != "ready":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from benchmarks.support.cluster.traffic import (
     make_text,
 )
 from benchmarks.support.engines import say
+from benchmarks.support.figures import commit
 from kintsugi.core.errors import KintsugiError
 
 LIMIT_S = 120.0
@@ -34,6 +36,8 @@ HEAD_CUT_S = 12.0
 """Cuts that Ray does not notice."""
 HEALTHY_S = 5.0
 PUTS = 4
+DOCUMENTS = 300
+"""More than one batch of a job; each is a chunk."""
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Outcome:
     asked: int = 0
     failover_s: float | None = None
     first_good_s: float | None = None
+    commit: str = ""
     seconds: float = 0.0
     """Length, without the return of a lost host."""
     problem: str = ""
@@ -153,7 +158,7 @@ def kill_head(stage: Stage) -> None:
     """Nothing restarts, neither without a head nor when another one has taken over."""
     bed = stage.bed
     with stage.unchanged():
-        stage.lose(HEAD, lambda: bed.kill(HEAD), lambda: bed.boot(HEAD))
+        stage.lose(HEAD, lambda: bed.kill(HEAD), bed.replace_head)
 
 
 def _cut_off(*roles: str) -> Scenario:
@@ -277,46 +282,54 @@ def scale_out_fronts(stage: Stage) -> None:
 
 
 def corpus(stage: Stage) -> None:
-    """A corpus job with a worker on each of two hosts, of which one dies."""
+    """A corpus job whose first worker dies with its host."""
     bed = stage.bed
-    documents = 48
-    source = bed.folder / HEAD / "corpus.jsonl"
-    lines = [json.dumps({"id": f"d{n}", "text": make_text(10_000 + n)}) for n in range(documents)]
+    source = bed.folder / "corpus.jsonl"
+    lines = [json.dumps({"id": f"d{n}", "text": make_text(10_000 + n)}) for n in range(DOCUMENTS)]
     source.write_text("\n".join(lines))
-    result = bed.folder / "logs/corpus.json"
+    result = bed.folder / "logs/corpus"
 
-    def job(*more: str) -> Any:
+    def start(*more: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", "from kintsugi.cli.console_script import main; main()"]
-        command += ["precompute", "run", str(bed.place / "corpus.jsonl"), "--model", "bundled", "--json"]
+        command += ["precompute", "run", str(source), "--model", "bundled", "--json"]
         command += ["--namespace", NAMESPACE, "--store", f"shards://{bed.head.address}:7410"]
-        engine = {name: value for name, value in VLLM.items() if name != "enable_prefix_caching"}
-        command += ["--state", str(bed.place / "state"), "--workers", "2", "--engine", json.dumps(engine)]
+        command += ["--state", str(bed.place / "state"), "--workers", "2", "--engine", json.dumps(VLLM)]
         environment = {**bed.environment(), "RAY_ADDRESS": f"{bed.head.address}:6379"}
+        result.write_text("")
         return bed.head.start([*command, *more], environment, result)
 
-    def hosts_of_workers() -> list[str]:
-        return [name for name in bed.hosts if bed.hosts[name].is_up and _has_worker(bed, name)]
+    def finish(job: subprocess.Popen[bytes]) -> dict[str, Any]:
+        bed.wait(lambda: job.poll() is not None, LIMIT_S, "the job ends")
+        said = result.read_text()
+        if job.returncode:
+            raise RuntimeError(f"the job ended with {job.returncode}: {said[-400:]}")
+        report: dict[str, Any] = json.loads(said[said.index("{") : said.rindex("}") + 1])
+        return report
 
-    with stage.asking() as traffic:
-        running = job("--tokens-per-s", "400")
-        bed.wait(lambda: len(hosts_of_workers()) >= 1 or running.poll() is not None, LIMIT_S, "workers run")
-        (name, *_) = hosts_of_workers()
-        stage.outcome.notes["host"] = name
+    with stage.asking():
+        began_s = time.monotonic()
+        job = start()
+        bed.wait(lambda: bool(_workers(bed)) or job.poll() is not None, LIMIT_S, "a worker runs")
+        if job.poll() is not None:
+            finish(job)
+            raise RuntimeError("the job ended before its worker could be killed")
+        name = _workers(bed)[0]
         bed.kill(name)
-        bed.wait(lambda: running.poll() is not None, LIMIT_S, "the job ends")
-        traffic.wait_calm(time.monotonic(), HEALTHY_S, HEALTHY_S)
-    if running.returncode:
-        raise RuntimeError(f"the job ended with {running.returncode}: {result.read_text()[-500:]}")
-    bed.boot(name)
-    bed.wait_ready(HEAL_S)
-    result.unlink()
-    survey = job("--dry-run")
-    bed.wait(lambda: survey.poll() is not None, LIMIT_S, "the survey ends")
-    stage.outcome.notes["survey"] = result.read_text()[-300:]
+        done = finish(job)
+        stage.outcome.seconds = time.monotonic() - began_s
+        bed.boot(name)
+        bed.wait_ready(HEAL_S)
+    found = finish(start("--dry-run"))
+    kept = {key: done[key] for key in ("chunks", "chunks_filled", "chunks_failed", "worker_deaths")}
+    stage.outcome.notes |= {"host": name, **kept, "missing": found["chunks_missing"]}
+    if found["chunks_missing"] or done["chunks"] != DOCUMENTS or not done["worker_deaths"]:
+        raise RuntimeError(f"of {DOCUMENTS} documents: {stage.outcome.notes}")
 
 
-def _has_worker(bed: Bed, name: str) -> bool:
-    return any(title.startswith("ray::Worker") for title in bed.hosts[name].titles())
+def _workers(bed: Bed) -> list[str]:
+    """Return the hosts of the job's workers."""
+    titles = {name: list(host.titles()) for name, host in bed.hosts.items() if host.is_up}
+    return [name for name in titles if any(one.startswith("ray::Worker") for one in titles[name])]
 
 
 def autoscale(stage: Stage) -> None:
@@ -391,7 +404,7 @@ NEEDS_REDIS = ("kill_head", "cut_head")
 
 def play(bed: Bed, name: str) -> Outcome:
     """Run one scenario, make the bed whole, and look for lost chunks and wrong answers."""
-    outcome = Outcome(name)
+    outcome = Outcome(name, commit=commit())
     began_s = time.monotonic()
     try:
         SCENARIOS[name](Stage(bed, outcome))
