@@ -1,8 +1,7 @@
-"""On which architectures is blending exact, and what do the others say?
-
-Every class of vLLM's registry that has a config here gets a tiny model with random weights, and is served
-with the plugin and without: ratio 1 against vLLM alone, any ratio against an independent reference on
-transformers, mixed batches, prefix caching, chunked prefill, two tensor-parallel ranks.
+"""Tests on which architectures blending is exact, and with which reason the others are declined. Every class
+of vLLM's registry that has a config here gets a tiny model with random weights, and is served with the plugin
+and without: ratio 1 against vLLM alone, any ratio against an independent reference on transformers, mixed
+batches, prefix caching, chunked prefill, two tensor-parallel ranks.
 
     python benchmarks/architectures.py [--quick] [--save] [--only NAME,NAME] [--records FOLDER] [--minutes N]
 
@@ -84,7 +83,8 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def run_matrix(records: Records, architectures: Sequence[Architecture], quick: bool) -> Matrix:
-    """One rank for each; two ranks for those that are exact on one and whose heads allow it."""
+    """Run each architecture on one rank, and on two ranks if it is exact on one and its heads can be
+    divided."""
     one_rank = records.rows(architectures, Step.ONE_RANK)
     matrix = Matrix(one_rank, {})
     able = [one for one in matrix.exact() if one.ranks and one in BLENDED]

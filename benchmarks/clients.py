@@ -1,10 +1,10 @@
-"""How many clients that nobody here wrote fail against `kintsugi serve`: `client_failures`, which must be 0.
+"""Counts third-party clients that fail against `kintsugi serve`: `client_failures`, which must be 0.
 
     python benchmarks/clients.py [--quick] [--python INTERPRETER] [--save]
 
 Runs `tests/integration/clients`: OpenAI's client, LangChain, LlamaIndex, vLLM's serving benchmark, LMCache's
 engine benchmark, and an agent framework. The last two need an interpreter that has locks/clients.in; `make
-clients` makes one. A client that is not installed was not run, and that is no success either.
+clients` makes one. A client that is not installed is not run, and counts as a failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAMED_MAX = 5
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of the tests."""
+    """The results of the tests."""
 
     passed: int
     failed: tuple[str, ...]
@@ -106,7 +106,8 @@ def main() -> None:
     parser.add_argument(
         "--python",
         default=sys.executable,
-        # Its clients run in folders of their own. Not resolved: a link is what makes it an environment's.
+        # Its clients run in folders of their own. Not resolved: the link to the interpreter identifies
+        # its environment.
         type=os.path.abspath,
         help="interpreter that has locks/clients.in",
     )

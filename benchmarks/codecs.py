@@ -1,4 +1,4 @@
-"""Codecs: bytes stored, how much their rounding changes answers, and how fast a core decodes them.
+"""Measures codecs: stored bytes, the effect of rounding on answers, and the decoding speed of one core.
 
 Section `kl` stores the chunks of MuSiQue questions with their own passages in `raw`, blends with nothing
 recomputed, and blends again after the same chunks were rewritten in each codec. Section `decode` decodes

@@ -1,12 +1,11 @@
-"""How soon the console is there, how large it is, and whether it stays usable: in a real browser.
+"""Measures the console in a real browser: time to first paint, size, accessibility and memory growth.
 
 Usage: python benchmarks/console.py [--quick] [--save]
 
 The gateway runs in this process over a stub for an engine, and the browser is Chromium through Playwright.
 First paint is taken in a new context each time, so with cold caches, over loopback. Violations are axe-core's
-over all views after a comparison, in light and dark, at a phone's and a desktop's width. Growth is what the
-JavaScript heap has gained, after garbage collections, once the live view has been renewed 1,000 times. The
-last line is JSON.
+over all views after a comparison, in light and dark, at a phone's and a desktop's width. Growth is that of
+the JavaScript heap, after garbage collections, over 1,000 updates of the live view. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def first_paint_ms(browser: Any, url: str) -> float:
 
 
 def violations(browser: Any, url: str) -> list[str]:
-    """What axe-core finds, by view, scheme and width."""
+    """Violations that axe-core finds, by view, colour scheme and width."""
     found = []
     for scheme in ("light", "dark"):
         for width in (375, 1200):
@@ -94,7 +93,7 @@ def violations(browser: Any, url: str) -> list[str]:
 
 
 def growth_mib(browser: Any, url: str, updates: int) -> float:
-    """What the page's heap gains while the live view is renewed."""
+    """Growth of the page's heap while the live view is updated."""
     context = browser.new_context()
     page = context.new_page()
     page.goto(url)

@@ -1,4 +1,4 @@
-"""Passages that recur in prompts without being declared: what is hit, what it gains, and what looking costs.
+"""Measures passages that recur in prompts without being declared: hits, speed-up, and the cost of the search.
 
     python benchmarks/discovery.py [--quick] [--save] [--only insertion,sketches,cost,service,real,agent]
 

@@ -1,4 +1,4 @@
-"""What the gateway itself costs a request, with a stub for an engine that answers after stated delays.
+"""Measures the gateway's own cost per request, with a stub engine that answers after known delays.
 
 Usage: python benchmarks/gateway.py [--quick] [--save]
 
@@ -56,7 +56,7 @@ WARM_UP_S = 1.0
 
 @dataclass(frozen=True)
 class Load:
-    """What was measured of one kind of requests."""
+    """The measurements of one kind of requests."""
 
     own_ms: list[float]
     """Time to first token less the stub's."""
@@ -125,7 +125,7 @@ class Texts:
 async def load(
     client: AsyncClient, process: subprocess.Popen[str], prompts: list[list[str]], seconds: float
 ) -> Load:
-    """Open loop: each request is sent at its time, whatever became of the others."""
+    """Open loop: each request is sent at its time, even if earlier ones are unanswered."""
     generator = random.Random(0)
     own_ms: list[float] = []
     late_ms: list[float] = []

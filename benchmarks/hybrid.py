@@ -1,4 +1,4 @@
-"""Is blending as good on models that mix tokens by a recurrence in most layers?
+"""Tests whether blending is as good on models with recurrent layers.
 
     python benchmarks/hybrid.py [--quick] [--save] [--prompts N]
 

@@ -1,5 +1,5 @@
-"""What 100 BlendServices cost the operator and the API server: bringing them up, and leaving them alone. Then
-whether services that are deleted drain, although the operator is killed again and again.
+"""Measures the cost of 100 BlendServices for the operator and the API server, while they start and at rest.
+Then tests whether deleted services drain although the operator is killed again and again.
 
 The operator runs as in a pod, as a process of its own. Its API server is the tests' stand-in, in another
 process over HTTP on loopback, or the cluster that KUBECONFIG names. There, KUBERAY_CRDS is a file or folder
@@ -81,12 +81,14 @@ class Keeper:
         return await self._api_server.answer(request)
 
     async def _play_kuberay(self) -> None:
-        """One object after the other: what the operator asks meanwhile, such as its Lease, is answered."""
+        """One object after the other, so that requests of the operator, such as for its Lease, are answered
+        in between."""
         for name in self.cluster.named(RAY_SERVICE.kind):
             self._kuberay.serve(name)
             await asyncio.sleep(0)
         for name in self.cluster.named("Pod"):
-            # An address that refuses at once: nobody waits for metrics that nobody has.
+            # An address that refuses connections at once, so that nothing waits for metrics that do
+            # not exist.
             pod = self.cluster.find("Pod", name)
             if pod["status"]["podIP"] != "127.0.0.1":
                 pod["status"]["podIP"] = "127.0.0.1"
@@ -109,7 +111,7 @@ async def _serve(ready: Connection, keeper: Keeper) -> None:
 
 
 class Stage:
-    """Where the operator is measured: a namespace, and somebody who plays KubeRay."""
+    """The environment of a measurement: a namespace, and a substitute for KubeRay."""
 
     def __init__(self, team: Team, kubeconfig: Path | None = None, url: str = "") -> None:
         """`url`: of the stand-in; empty on a cluster."""
@@ -172,7 +174,7 @@ def real_cluster() -> Iterator[Stage]:
 
 
 class Figures:
-    """What the operator's process has done so far."""
+    """The counts of the operator's process so far."""
 
     def __init__(self, operator: Operator) -> None:
         self.at_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Is blending as good with multi-head latent attention as with heads of K and V?
+"""Tests whether blending is as good with multi-head latent attention as with K and V heads.
 
     python benchmarks/latent.py [--quick] [--save] [--prompts N]
 

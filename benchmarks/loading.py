@@ -1,4 +1,4 @@
-"""The loading controller: does it foresee a time to first token, refuse in time, and cost nothing in vain?
+"""Tests the loading controller: the accuracy of its forecasts, its refusals, and the cost of misses.
 
 On unmodified vLLM in this process, random weights and made-up tokens, methods interleaved, medians with
 their range. The store is throttled memory, a shard's process with a disk, or one that was killed or hangs.

@@ -2,7 +2,7 @@
 
 Every section repeats a figure of the paper (EuroSys'25, section 7) with the methods of the paper beside
 Kintsugi's `query`: full prefill, full KV reuse, and CacheBlend (`hkvd`, r = 15 %, layer 1). The figures are
-TTFT of full prefill ÷ that of the method, and quality stands beside them. The model has 135 M parameters: it
+TTFT of full prefill ÷ that of the method; quality is in the detail. The model has 135 M parameters: it
 answers few of these questions, so agreement with full prefill (KL, top-1) says more than F1.
 
     python benchmarks/paper.py [--quick] [--save] [--only datasets,ratio,chunks,batch,device,prefix]

@@ -1,5 +1,5 @@
-"""How much of our code one request passes: the files that a `PutChunk` enters until it is on disk, and the
-async generators through which one streamed OpenAI answer passes.
+"""Measures how much of our code one request uses: the files that a `PutChunk` enters until it is on disk, and
+the async generators through which one streamed OpenAI answer passes.
 
 Usage: python benchmarks/path.py [--save]
 
@@ -69,7 +69,7 @@ NAMESPACE = "bench"
 
 
 def window(folder: Path) -> mmap.mmap:
-    """One byte that all processes share: what is recorded at the moment."""
+    """One byte, shared by all processes, that says what is being recorded."""
     path = folder / "window"
     if not path.exists():
         path.write_bytes(b"\0")
@@ -101,7 +101,7 @@ def record_calls(folder: Path) -> None:
 
 
 class _Answer:
-    """What a method of a handle returns: to be awaited, or iterated."""
+    """The result of a handle's method: an awaitable that can also be iterated."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer

@@ -1,4 +1,4 @@
-"""How much of the engine's contract holds on vLLM's GPU worker, in a process that poses as having a GPU.
+"""Runs the engine's tests on vLLM's GPU worker, in a process that poses as having a GPU.
 
     python benchmarks/posed.py [--quick] [--save]
 
@@ -27,7 +27,7 @@ TESTS = "tests/integration/engine"
 QUICK = ("test_contract.py", "test_composed.py", "test_queue.py")
 OTHERS = ("test_blend.py", "test_failures.py", "test_prefix_cache.py", "test_preemption.py")
 DECLINED = ("test_declined.py", "-k", "adapters or speculation")
-"""Run on vLLM's CPU engine: what vLLM computes for them does not run in a pose."""
+"""Tests that run on vLLM's CPU engine, because vLLM's own kernels for them do not run in a posed process."""
 COMPOSED = ("adapters", "disaggregated prefill", "n-gram speculation", "offloading", "pause")
 CASES_MIN = 20
 JUNIT = ("-o", "junit_family=xunit1")

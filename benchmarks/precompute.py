@@ -1,4 +1,5 @@
-"""What precomputing a corpus costs: against vLLM's own prefill, run again, killed, a million documents long.
+"""Measures precompute jobs: their rate against vLLM's own prefill, repeated runs, crashes, a million
+documents.
 
     python benchmarks/precompute.py [--quick] [--only FIGURE …] [--passages N] [--plain-every N] [--save]
 
@@ -29,7 +30,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A raylet gives its workers 15 otherwise: beside others' work they would run later than plain vLLM.
+# By default a raylet gives its workers a niceness of 15: on a busy machine they would then get less
+# CPU than plain vLLM.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import psutil
@@ -77,7 +79,7 @@ class Setting:
     """Sizes, a folder, and the shard that a figure runs against."""
 
     passages_max: int | None = None
-    """Fewer than a figure wants, where its hour is not to be had."""
+    """Fewer than the figure's full number, for shorter runs."""
     plain_every = 1
     """Plain vLLM prefills the chunks of one in this many turns of the job. Spread over the whole run, they
     show its rate as well as all turns would, in less time."""
@@ -274,7 +276,7 @@ def requests_of(at: Setting, texts: list[str]) -> list[tuple[list[int], tuple[Sp
 
 
 def engine_beside(at: Setting, config: dict[str, object], **arguments: Any) -> LocalEngine:
-    """An engine that takes its time, so that a busy machine loses no chunk."""
+    """An engine with long deadlines, so that a busy machine loses no chunk."""
     patient = {
         "store": f"grpc://{at.address}",
         "lookup_deadline_ms": 30_000,
@@ -299,8 +301,8 @@ def hit_rate(at: Setting, requests: list[tuple[list[int], tuple[Span, ...]]]) ->
 
 
 def parts_as_shipped(at: Setting, requests: list[tuple[list[int], tuple[Span, ...]]]) -> Counter[str]:
-    """What becomes of the requests' chunk tokens with loading controller and prefix cache as they are without
-    configuration. Each prompt is asked twice in a row, with another question."""
+    """Whether the requests' chunk tokens are hit with the default loading controller and prefix cache. Each
+    prompt is sent twice in a row, with different questions."""
     parts: Counter[str] = Counter()
     with engine_beside(at, {}) as engine:
         for prompt, spans in requests:
@@ -414,7 +416,7 @@ def crashes(quick: bool) -> list[Figure]:
 
 
 def rates(quick: bool) -> list[Figure]:
-    """Not judged: what the page about a thousand workers starts from."""
+    """Has no bar: the estimate for a thousand workers (docs/PRECOMPUTE.md) uses these rates."""
     with setting(quick) as at:
         texts = at.passages(1_255)
         address = f"grpc://{at.address}"
@@ -438,8 +440,8 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; says nothing about speed")
     parser.add_argument("--only", nargs="*", choices=list(MEASURES), help="these measurements alone")
-    parser.add_argument("--passages", type=int, help="at most so many; the bars are for 1,000")
-    parser.add_argument("--plain-every", type=int, default=1, help="plain vLLM beside one turn of so many")
+    parser.add_argument("--passages", type=int, help="maximum number; the bars are for 1,000")
+    parser.add_argument("--plain-every", type=int, default=1, help="plain vLLM once in this many turns")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     parser.add_argument("--child", choices=list(MEASURES), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=24, help="default: %(default)s")
     parser.add_argument("--preparation", default="similar", help="judged; default: %(default)s")
     parser.add_argument("--selector", default="query", help="judged; default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=24 * 60.0, help="stop after so many")
+    parser.add_argument("--minutes", type=float, default=24 * 60.0, help="time limit in minutes")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/protocol-MODEL.json")
     run.main(parser.parse_args())
 

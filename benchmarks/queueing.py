@@ -1,4 +1,5 @@
-"""Many requests at once: what parked blends hold, what identical prompts share, what shared calls would give.
+"""Measures many requests at once: blocks held by parked blends, sharing between identical prompts, the
+possible gain of shared layer calls.
 
 On unmodified vLLM in this process, random weights and made-up tokens.
 

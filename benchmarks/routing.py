@@ -1,4 +1,4 @@
-"""Which engine answers: our router against power-of-two-choices and round robin.
+"""Compares our router with power of two choices and round robin.
 
     python benchmarks/routing.py [--quick] [--real] [--save]
 

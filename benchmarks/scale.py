@@ -13,8 +13,9 @@ the client's code. Requests draw Zipf chunks. No network and no gRPC headers are
 - `traffic_per_shard_s`: both together;
 - `cursor_bytes`: the place of a client in the erasures of the shards that it follows;
 - `placement_us_per_key`: CPU to name a chunk's owners;
-- `ttft_added_ms_p99`: of placement and of the slowest shard that is asked, a queue with one server each. A
-  request does not wait longer than `LOOKUP_S_MAX` for a shard that is asked more than it can answer;
+- `ttft_added_ms_p99`: of placement and of the slowest shard that is called; each shard is a queue with one
+  server. A request does not wait longer than `LOOKUP_S_MAX` for a shard that is asked more than it can
+  answer;
 - `busiest_shard`: its load by lookups, in cores.
 """
 
@@ -69,7 +70,7 @@ class Fleet:
     seconds: float
     chance: random.Random
     now_s: float = -2 * RAMP_S
-    """The first map, and the ramps of a young store, are not what is measured."""
+    """The first map and the ramps of a new store are not measured."""
     sent: list[tuple[float, int]] = field(default_factory=list)
     """Time and size of the maps that one watcher was sent."""
     cpu_s: float = 0.0
@@ -85,7 +86,7 @@ class Fleet:
         """When each shard that is down is back."""
 
     def run(self) -> None:
-        """Play all of it."""
+        """Run the simulation."""
         self._heartbeats(range(self.shards))
         self.directory.read_message()
         next_s = self.now_s = 0.0
@@ -124,7 +125,7 @@ class Fleet:
             self.members.record_heartbeat(self.ids[index], address, self.instances[index], is_empty)
 
     def worst_minute(self) -> float:
-        """Bytes a second of the minute in which most was sent."""
+        """Bytes per second in the minute with the most traffic."""
         by_minute: Counter[int] = Counter()
         for at_s, size in self.sent:
             by_minute[int(at_s // 60)] += size
@@ -141,7 +142,7 @@ class Fleet:
 
 
 def follow_erasures(ids: list[str]) -> list[Figure]:
-    """What it costs a shard that clients and other shards ask for erasures."""
+    """The cost for a shard of requests for erasures from clients and other shards."""
     asked_per_s = (GATEWAYS + ENGINES) * FOLLOWED_SHARDS / FOLLOW_PERIOD_S / len(ids)
     calls_per_s = asked_per_s + ASKED_AT_ONCE / PERIOD_S
     asked = pb.ListErasuresRequest(after=1_000_000, shard_id=ids[0]).ByteSize()

@@ -1,4 +1,4 @@
-"""A whole service beside plain vLLM with prefix caching: goodput, TTFT, recovery, and what the gateway costs.
+"""Compares a whole service with plain vLLM with prefix caching: goodput, TTFT, recovery, the gateway's cost.
 
 Both servers are started as users start them and pinned, with all their processes, to one core; the load comes
 from the other. Random weights: this says how fast and how robust a service is, nothing about its answers
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     parser.add_argument("--only", help=f"comma-separated parts of {', '.join((*OF_SERVERS, *OF_SCRIPTS))}")
     arguments = parser.parse_args()
-    # Told to stop, the servers are stopped, too.
+    # When this process is stopped, it stops the servers, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = arguments.only.split(",") if arguments.only else _default_parts(arguments.quick)
     figures: list[Figure] = []

@@ -1,4 +1,4 @@
-"""The chunk store against the machine it runs on: socket, memcpy and disk baselines of the same run.
+"""Compares the chunk store with its machine: socket, memcpy and disk baselines of the same run.
 
 Usage: python benchmarks/store.py [--quick] [--save] [--only NAME ...] [--folder FOLDER] [--trace FILE]
 
@@ -229,7 +229,7 @@ def unverified() -> Iterator[None]:
 
 
 def reading(scale: Scale, folder: Path) -> list[Figure]:
-    """RAM-resident chunks over both paths, and how soon their first layer is there."""
+    """Read chunks in RAM over both paths, and measure when their first layer arrives."""
     chunks = [make_chunk(index) for index in range(scale.chunks)]
     keys = [manifest.key for manifest, _ in chunks]
     total = sum(manifest.chunk_bytes for manifest, _ in chunks)
@@ -477,7 +477,7 @@ def churn(scale: Scale, folder: Path) -> list[Figure]:
 
 
 def _after_s(limit_s: float, watch: Callable[[float], None] = lambda _: None) -> Callable[[float], bool]:
-    """Done after so long; says every minute that it goes on."""
+    """True after this time; reports every minute that the run continues."""
     said = [60.0]
 
     def done(elapsed_s: float) -> bool:

@@ -1,5 +1,4 @@
-"""Whether the cache can be trusted: crashes, damage, erasure, timing, neighbours, hostile and foreign
-input, chunks.
+"""Attacks the cache: crashes, damage, erasure, timing, neighbours, hostile and foreign input, chunks.
 
     python benchmarks/trust.py [--quick] [--only SECTION,…] [--seed N] [--state FOLDER] [--minutes N] [--save]
 

@@ -1,4 +1,4 @@
-"""Time to first token of a blended prompt beside full prefill, and what has to hold for it to count.
+"""Measures the time to first token of blends against full prefill, and checks that blends are exact.
 
 Everything is measured on unmodified vLLM in this process, methods interleaved, medians with their range.
 The prompts are random tokens and the models have random weights: this says how fast a blend is and that

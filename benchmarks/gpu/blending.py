@@ -61,7 +61,7 @@ class Prompt:
     hits: tuple[ChunkHit, ...]
     manifests: dict[ChunkKey, ChunkManifest]
     frames: dict[ChunkKey, memoryview]
-    """Each layer's."""
+    """The bytes of each layer's frame."""
 
     @property
     def frame_bytes(self) -> int:
@@ -164,7 +164,7 @@ def dtype_on(device: torch.device) -> str:
 
 
 def scene_of(shape: ModelShape, context: int, device: torch.device) -> tuple[Prompt, PagedStack]:
-    """A prompt, and a model with room for it and for the token behind it."""
+    """A prompt, and a model with room for it and for the token after it."""
     dtype = dtype_on(device)
     model = PagedModel(shape, context + 1, device, DTYPES[dtype])
     return prompt_of(shape, context, Codec.RAW, dtype), PagedStack(model, context + 1)

@@ -82,7 +82,7 @@ ENGINE_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "8",
 }
-"""Where the environment does not say otherwise."""
+"""Default, unless the environment overrides it."""
 DRY_CONTEXT = 90
 ENGINE_TESTS = ["-q", "-m", "not full", "-k", "tiny-llama and not llama3", "tests/gpu/test_engine.py"]
 LIMITS_S = {"ops": 120.0, "exact": 180.0, "ttft": 300.0, "tests": 180.0}
@@ -102,11 +102,11 @@ Section = dict[str, Any]
 
 
 class Skipped(Exception):
-    """The rest of a section is not run."""
+    """The remaining rows of a section are skipped."""
 
 
 class NoTimeLeft(Skipped):
-    """The rest of a section would not end in time."""
+    """The remaining rows of a section would not finish in time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Plan:
         return self.device.type == "cpu"
 
     def check_time(self, needed_s: float = 0.0) -> float:
-        """Seconds left. Raises `NoTimeLeft` where they are fewer than needed."""
+        """Return the seconds left. Raises `NoTimeLeft` if fewer than needed."""
         left_s = self.deadline_s - time.perf_counter()
         if left_s <= needed_s:
             raise NoTimeLeft(f"the rest: {max(0.0, left_s):.0f} s were left")
@@ -167,7 +167,7 @@ def _kernel_cases(plan: Plan) -> Iterator[tuple[str, Callable[..., float], Case]
 
 
 def _is_left_out(plan: Plan, check: Callable[..., float]) -> bool:
-    """The reference, which takes the kernel's place on a CPU, reads what is behind every window."""
+    """The reference, which replaces the kernel on a CPU, also reads keys outside the windows."""
     return plan.is_dry and check is forgets_behind_the_window
 
 
@@ -316,7 +316,7 @@ SECTIONS: dict[str, Callable[[Plan], Iterator[Row]]] = {
 
 
 def required_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """The rows without which a section shows nothing."""
+    """The rows that a section must have."""
     models, context = tuple(plan.models), plan.contexts[0]
     first = next(iter(MAIN_SELECTIONS))
     masks = [name for name, (check, _) in MASKS.items() if not _is_left_out(plan, check)]
@@ -400,7 +400,7 @@ def _version_of(package: str) -> str | None:
 
 
 def figures_of(sections: dict[str, Section]) -> list[Figure]:
-    """What to look at first."""
+    """The most important figures."""
     rows = [row for section in sections.values() for row in section["rows"]]
     wrong = sum("error" in one for one in sections.values()) + sum(not row.get("holds", True) for row in rows)
     missing = [f"{name}: {row}" for name, one in sections.items() for row in one.get("missing", ())]
@@ -447,7 +447,7 @@ def write_result(output: Path, head: dict[str, Any], sections: dict[str, Section
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing after so many minutes")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing after this time")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS)
     parser.add_argument("--group", choices=GROUPS, help="the sections of one call")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results" / "gpu.json")

@@ -1,4 +1,5 @@
-"""What scattered queries gain from sharing their KV reads: `python benchmarks/gpu/scattered_attention.py`.
+"""Measures what scattered queries gain from sharing their KV reads: `python
+benchmarks/gpu/scattered_attention.py`.
 
 One layer's attention over a paged bf16 cache, 15 % of the context's tokens as queries, on a CUDA device.
 Compared: the tiled kernel; the same kernel with one token per tile (what n pseudo requests of one query
@@ -57,7 +58,7 @@ def layer_of(shape: str, context: int, device: str, seed: int = 0) -> Layer:
 
 
 def tiled(layer: Layer, tokens_per_tile: int | None = None) -> Callable[[], Tensor]:
-    """The kernel; with `tokens_per_tile`, instead of the tile of its own choice, one of so many tokens."""
+    """Run the kernel. `tokens_per_tile`: number of tokens in a tile; by default the kernel chooses it."""
     from kintsugi.fusor.kernels.scattered import Tile, triton_attention
 
     group = layer.query.shape[1] // layer.key_cache.shape[2]

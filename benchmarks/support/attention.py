@@ -1,4 +1,4 @@
-"""What a query-key pair costs in a blend's scattered attention, beside a dense causal prefill's."""
+"""Measures the cost of a query-key pair in a blend's scattered attention, against a dense causal prefill."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def serve_from(runs_min: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _time_attention() -> Iterator[list[float]]:
     """CPU seconds that this thread spends in vLLM's attention layers, by call. Calls for one query do not
-    count: the engine makes them for the last token, behind a blend."""
+    count: the engine makes them for the last token, after a blend."""
     from vllm.model_executor.layers.attention import Attention
 
     spent: list[float] = []

@@ -1,4 +1,4 @@
-"""What storing chunks in 8 bits costs in answers, codec by codec, on the same prompts.
+"""Measures the quality of answers from chunks stored in 8 bits, for each codec, on the same prompts.
 
 One engine stores chunks as they are; they are then written anew as each codec would have stored them, which
 gives the same bytes without starting an engine for each. `int8`, which has bars, has an engine of its own.
@@ -36,7 +36,7 @@ from kintsugi.store.client.registry import open_store
 
 REWRITTEN = (Codec.FP8, Codec.INT8_SINKS, Codec.FP8_SINKS)
 SERVED = LADDER[-1]
-"""What blends: the ladder's cheapest configuration, which passes on the testbed's questions."""
+"""Configuration of the blends: the ladder's cheapest, which passes on the testbed's questions."""
 
 
 def measure(setup: Setup) -> list[Figure]:

@@ -1,4 +1,5 @@
-"""Many requests at once on one engine: blocks held by parked blends, and blends of identical prompts."""
+"""Measures many requests at once on one engine: blocks held by parked blends, and blends of identical
+prompts."""
 
 from __future__ import annotations
 

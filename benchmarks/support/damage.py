@@ -1,4 +1,4 @@
-"""Seven ways in which stored KV can be wrong under right digests, and how soon an engine notices each.
+"""Measures how soon an engine notices seven kinds of wrong KV whose digests are right.
 
 All served blends are measured by `quality.stream`, twice: once only answers are compared, once only stored
 chunks are audited. A damage counts where exact match falls by at least `FALL_MIN` points; it is caught where
@@ -97,7 +97,7 @@ def damages(num_layers: int) -> dict[str, Damage]:
 
 @dataclass(frozen=True)
 class Watched:
-    """What one damage did, and what noticed it."""
+    """The effect of one kind of damage, and when it was noticed."""
 
     fall: float
     """Points of exact match against undamaged blends of the same prompts."""
@@ -161,7 +161,7 @@ class LocalTwins:
 
 
 def measure(setup: Setup) -> list[Figure]:
-    """Where it has to be quick, one damage alone."""
+    """With `--quick`, only one kind of damage."""
     found, clean = _watch_damages(setup)
     undamaged = found.pop("undamaged")
     counted = [one for one in found.values() if one.counts]
@@ -242,7 +242,7 @@ def _worst_error(running: LocalEngine, chunk: StoredCopy) -> float:
 def _kinds(
     setup: Setup, running: LocalEngine, sound: Sequence[Stored], others: Mapping[str, Sequence[Stored]]
 ) -> Iterator[tuple[str, list[Stored]]]:
-    """Every damage with all chunks as it leaves them."""
+    """Measure every kind of damage, with all chunks damaged."""
     yield "undamaged", list(sound)
     for name, damage in damages(running.num_layers).items():
         yield name, [_damaged(chunk, number, damage) for number, chunk in enumerate(sound)]
@@ -409,4 +409,4 @@ CHECKPOINTS: Mapping[str, Callable[[Path], None]] = {
     "noisy_model": _noisy_weights,
     "another_model": _other_weights,
 }
-"""Those whose chunks are stored under the keys of the model that serves."""
+"""Checkpoints whose chunks are stored under the keys of the serving model."""

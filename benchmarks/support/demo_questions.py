@@ -1,4 +1,4 @@
-"""Asks the reference model every question of the demo, and records what it says as one more round.
+"""Asks the reference model every question of the demo, and records its answers as one more round.
 
 With full prefill, full KV reuse and the demo's blend, over the demo's passages in its order. The answers go
 into the file that ships, of which the demo shows one question and counts all. Rounding errors depend on what
@@ -38,7 +38,7 @@ LONGEST_QUESTION_TOKENS = 64
 
 
 def ask(session: Session, questions: Sequence[DemoQuestion], alone: bool) -> list[Said]:
-    """What the model says to each question: asked one by one if ``alone``, else all at once."""
+    """Return the model's answer to each question: asked one by one if ``alone``, else all at once."""
     engine = session.engine
     prompts = [session.form.build(session.prompt.chunks, question.question) for question in questions]
 

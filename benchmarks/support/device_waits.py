@@ -1,4 +1,4 @@
-"""What a blend on a GPU would wait for and copy in every layer, over a pretended device."""
+"""Counts waits and copies of a blend in every layer, on a simulated GPU."""
 
 from __future__ import annotations
 

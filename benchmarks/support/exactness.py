@@ -1,4 +1,4 @@
-"""That blending computes what it should: full ratio, any ratio against an oracle, hits, mixed load."""
+"""Checks that blends are exact: ratio 1, any ratio against an oracle, hits, mixed load."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def measure_hits(quick: bool) -> list[Figure]:
             if (index + 1) % 200 == 0:
                 say(f"hits {index + 1}/{count}")
     by_spans, by_content = found["spans"] / stored, found["content"] / stored
-    detail = f"{count} prompts of 4 of {len(pool.chunks)} chunks behind {len(PREFIX)} prefix token"
+    detail = f"{count} prompts of 4 of {len(pool.chunks)} chunks after {len(PREFIX)} prefix token"
     return [
         Figure.at_least("chunk_token_hit_rate", by_spans, 1.0, unit="", detail=f"spans given; {detail}"),
         Figure.at_least("chunk_token_hit_rate_by_content", by_content, 0.99, unit="", detail=detail),
@@ -177,12 +177,13 @@ def _check_selects(accounting: Mapping[str, Any], ratio: float, active: Mapping[
 
 KERNEL_SHAPES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-yarn")
 KERNEL_DLOGPROB_MAX = 0.1
-"""What two kernels that both round to bfloat16 may differ by, as in the engine's test of it: vLLM's own
+"""Maximum difference between two kernels that round to bfloat16, as in the engine's test: vLLM's own
 differs by up to 0.05 from itself in batches of another shape."""
 
 
 def _measure_kernel(quick: bool) -> list[Figure]:
-    """Blends through our CPU kernel against the same blends through vLLM's; none where ours is not to be had.
+    """Compare blends through our CPU kernel with the same blends through vLLM's; no figure if ours is not
+    available.
 
     Positions are chosen at random before layer 0, and so are the same with either.
     """

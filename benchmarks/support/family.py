@@ -1,4 +1,4 @@
-"""Every selector at equal cost on a model of another family, which is trained first if the cache has none.
+"""Compares every selector at equal cost on a model of another family, which is trained if the cache has none.
 
 A configuration of each selector is chosen on some questions and judged on others, as in the section
 `curve`: by exact match at one cost, by KL at another. No figure has a bar: the section shows which selector

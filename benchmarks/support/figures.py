@@ -1,4 +1,4 @@
-"""Figures, and the report every benchmark ends with: a table for people, one JSON object for machines."""
+"""Figures, and the report at the end of every benchmark: a table for people, one JSON object for machines."""
 
 from __future__ import annotations
 

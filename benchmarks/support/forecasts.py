@@ -1,4 +1,4 @@
-"""How well the loading controller foresees a time to first token, and what it is worth: refusing in time."""
+"""Measures how well the loading controller predicts a time to first token, and what its refusals gain."""
 
 from __future__ import annotations
 

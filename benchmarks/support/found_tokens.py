@@ -1,4 +1,4 @@
-"""What became of the chunk tokens that a request asked for, each part by its name."""
+"""Divides a request's chunk tokens by what happened to them: found, missed, recomputed and so on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSALS = ("loading_is_slower", "blending_is_slower")
 
 
 def divide(spans: Sequence[Span], accounting: Mapping[str, Any]) -> Counter[str]:
-    """Chunk tokens of one request by part. ``accounting``: its response's."""
+    """The chunk tokens of one request, by part. ``accounting``: its response's."""
     asked = sum(span.num_tokens for span in spans)
     missed = accounting.get("tokens_missed", 0)
     outcome, label = accounting["outcome"], label_of_reason(accounting.get("reason"))

@@ -1,4 +1,4 @@
-"""How long a client waits for its first blend: chunks put before, and prompts with pauses between them.
+"""Measures how long a client waits for its first blend: it puts chunks, then sends prompts with pauses.
 
 The service is `kintsugi serve` with its defaults, started for this. Prompts are MuSiQue questions, each with
 its own passages; for the bundled model, questions of the testbed.
@@ -41,7 +41,7 @@ PUT_BATCH, PUT_S = 16, 300.0
 CHARS_PER_TOKEN = 4.0
 PASSAGES_MAX = 10
 THREADS = {"OMP_NUM_THREADS": "2"}
-"""As many as the bars name."""
+"""Lengths of prompts that have a bar."""
 BARS = {("smollm2-135m", 1200): 6.0, ("smollm2-135m", 3600): 15.0, ("qwen2.5-coder-0.5b", 1200): 20.0}
 """Minutes by model and tokens of a prompt."""
 COMPARED = 8
@@ -57,7 +57,7 @@ ANSWER_TOKENS = 32
 
 @dataclass(frozen=True)
 class LiveSetup:
-    """What is served, and to which prompts."""
+    """The served model and its prompts."""
 
     model: str
     tokens: int
@@ -130,7 +130,7 @@ def measure(setup: LiveSetup) -> list[Figure]:
 
 
 def measure_delay(setup: LiveSetup) -> list[Figure]:
-    """What requests wait longer while the engine learns, at half of its capacity.
+    """Measures how much longer requests wait while the engine learns, at half of its capacity.
 
     Blocks of requests that are measured alternate with blocks of requests that say `no_blend`, so that
     nothing is measured: both are prefilled in full. The service is `strict`, so that it learns throughout.

@@ -1,4 +1,4 @@
-"""Goodput of the two servers: answers per second whose first token came in time.
+"""Measures the goodput of the two servers: answers per second whose first token came in time.
 
 What makes a rate count:
 

@@ -1,4 +1,4 @@
-"""Frames of HTTP/2, for clients that gRPC's own would not let be so rude."""
+"""Builds HTTP/2 frames for attacking clients, which gRPC's own client cannot imitate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INITIAL_WINDOW_SIZE = 4
 
 
 def open_connection(window_bytes: int = 65_535) -> bytes:
-    """What opens a connection whose streams the server may send so many bytes, until it is told otherwise."""
+    """Return the frames that open a connection, with this initial flow-control window for its streams."""
     setting = _INITIAL_WINDOW_SIZE.to_bytes(2, "big") + window_bytes.to_bytes(4, "big")
     return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, setting)
 

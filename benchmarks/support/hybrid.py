@@ -1,4 +1,4 @@
-"""What blends lose on a model that mixes tokens by a recurrence in most layers.
+"""Measures what blends lose on a model with recurrent layers.
 
 The model is `benchmarks.testbed.hybrid`'s, trained first if the cache has none. A configuration is chosen on
 some questions, within a quarter of a full prefill's cost, and judged on others.

@@ -1,4 +1,4 @@
-"""A connector that claims, loads and saves nothing: what vLLM itself spends on having one."""
+"""A connector that claims, loads and saves nothing, to measure vLLM's own cost of having one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of full KV reuse's KL divergence a blend leaves on a model with multi-head latent attention.
+"""Measures the KL divergence of blends ÷ that of full KV reuse on a model with multi-head latent attention.
 
 The model is `benchmarks.testbed.latent`'s, trained first if the cache has none. A configuration is chosen on
 some questions, within a quarter of a full prefill's cost, and judged on others.

@@ -1,4 +1,4 @@
-"""What it would give to compute the tokens of several blends in one call of a decoder layer.
+"""Estimates the gain of computing the tokens of several blends in one call of a decoder layer.
 
 Only what works on each token alone could be shared: the projections and the MLP. Every token attends to its
 own prompt, so attention could not. The matrices are those of a layer of the 210M model, in bfloat16 on one

@@ -1,4 +1,4 @@
-"""How a process's memory grows over minutes: bursts of messages come and go with tens of MiB."""
+"""Measures how a process's memory grows over minutes, despite bursts of messages of tens of MiB."""
 
 from __future__ import annotations
 

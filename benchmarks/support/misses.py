@@ -1,4 +1,5 @@
-"""What asking for chunks costs a prompt that gets none: the store lacks them all, is dead, or hangs.
+"""Measures the cost of a lookup for a prompt that gets no chunks: the store lacks them all, is dead, or
+hangs.
 
 The store that hangs holds every chunk. It stops in the middle of layer 3 of a blend, behind a TCP proxy
 (`benchmarks.support.proxy`), and answers nothing more. The first prompt waits for its deadline: it counts,
@@ -40,7 +41,7 @@ REQUESTS = 1000
 UNCOUNTED = 10
 BAR = 1.05
 DEADLINES = {"lookup_deadline_ms": 500, "layer_deadline_ms": 2_000}
-"""As they are by default: a dead store is what they are for."""
+"""The default deadlines: they exist for a dead store."""
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -69,7 +70,7 @@ def _of_hanging(requests: int) -> list[Figure]:
         served(Path(folder), "64MiB", "", DEFAULT_POLICY, "--no-share-arena") as shard,
         hanging_proxy(shard.address) as proxy,
     ):
-        # The controller would rather not load for so small a model, and then nothing would hang.
+        # For such a small model the controller would not load, and then nothing would hang.
         extra = {"store": f"grpc://{proxy.address}", "loading_controller": False, **DEADLINES}
         with engine(JUDGED, extra=extra) as running:
             store_chunks(running, stored)
@@ -84,7 +85,7 @@ def _of_hanging(requests: int) -> list[Figure]:
 
 
 def _opened(prompt: ChunkPrompt, generator: random.Random, asks: bool) -> Prompt:
-    """The prompt behind tokens of its own."""
+    """The prompt after tokens of its own."""
     opening = tokens(OPENING, generator)
     token_ids = [*PREFIX, *opening, *prompt.token_ids[len(PREFIX) :]]
     spans = tuple(Span(span.start + OPENING, span.end + OPENING) for span in prompt.spans)

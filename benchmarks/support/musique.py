@@ -1,4 +1,4 @@
-"""MuSiQue's passages, read beside the repository where they are: the data set is not ours to pass on."""
+"""Reads MuSiQue's passages from beside the repository, because the project may not redistribute it."""
 
 from __future__ import annotations
 

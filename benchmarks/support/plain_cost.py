@@ -1,8 +1,8 @@
-"""What the plugin costs a request that does not use it: CPU seconds beside plain vLLM.
+"""Measures the plugin's cost for a request that does not use it: CPU seconds against plain vLLM.
 
 vLLM keeps its connector in a process-wide variable, so the engines run in child processes, which take turns
-with the same prompts. A third one has a connector that does nothing: what vLLM itself pays for having one.
-The figures are medians of the turns' ratios: a machine that is shared is slower in some minutes than in
+with the same prompts. A third one has a connector that does nothing, to measure vLLM's own cost of having
+one. The figures are medians of the turns' ratios: a machine that is shared is slower in some minutes than in
 others, and the engines of a turn share a minute. One process is some percent faster than another of the same
 kind, for as long as it lives; so there are several sets of them.
 """

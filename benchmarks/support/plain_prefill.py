@@ -1,4 +1,4 @@
-"""vLLM without the plugin, in a process of its own, prefilling chunks when it is told to.
+"""Runs vLLM without the plugin in a separate process, which prefills chunks on request.
 
 It loads the same checkpoint with the same arguments as a precompute worker, and keeps vLLM's prefix caching
 as it comes. While it is not asked, it sleeps: two engines can so take turns on one machine, and whatever else
@@ -28,7 +28,7 @@ class PlainPrefill:
         prefix: Sequence[int],
         batches: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        """``batches``: chunks' token ids, as they are to be given to vLLM at once, each behind the prefix."""
+        """``batches``: chunks' token ids, as they are to be given to vLLM at once, each after the prefix."""
         self._prefix = list(prefix)
         self._batches = list(batches)
         self._next = 0

@@ -1,4 +1,4 @@
-"""What one core of a job's driver and readers does in a second: where a thousand workers would meet a limit.
+"""Measures the rates of one core of a job's driver and readers, to estimate the limits of a thousand workers.
 
 CPU seconds of this process, not wall time: the machine's other work does not count.
 """

@@ -1,4 +1,4 @@
-"""Prompts of chunks with made-up tokens: what is measured does not depend on what they say."""
+"""Makes prompts of chunks with random tokens, for measurements that do not depend on their content."""
 
 from __future__ import annotations
 

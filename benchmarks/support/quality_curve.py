@@ -1,4 +1,4 @@
-"""Exact match of every selector at a given cost, chosen on some questions and judged on others."""
+"""Measures exact match of every selector at a given cost, chosen on some questions and judged on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reuse that lasts: many shuffled queries over few documents, the last of them against the first.
+"""Measures whether reuse lasts: compares the last with the first of many shuffled queries over few documents.
 
 Each query takes some of the documents in an order of its own, so that a prefix cache alone finds little. Both
 servers get every query, in turns, and a query that begins with each document before anything is counted.

@@ -1,4 +1,4 @@
-"""Stored chunks, put back with other bytes under right digests, as another codec or a defect leaves them."""
+"""Replaces stored chunks by chunks with other bytes and right digests, as another codec or a defect would."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ Sections = Mapping[str, Callable[..., list[Figure]]]
 def run(name: str, title: str, sections: Sections, weights: str = "random") -> None:
     """Measure what the command line asks for, all by default, and report it as the benchmark `name`.
 
-    A section takes `quick`. ``weights``: those of the models behind them, which the result says.
+    A section takes `quick`. ``weights``: those of the measured models, which the result states.
     """
     arguments = parser_of(title, sections, "smaller prompts, fewer repetitions, 2 minutes").parse_args()
     measure(name, arguments, sections, {"weights": weights}, quick=arguments.quick)
 
 
 def parser_of(title: str, sections: Sections, quick: str) -> argparse.ArgumentParser:
-    """What every such benchmark takes; ``quick`` says what that means."""
+    """Add the options of every such benchmark. ``quick``: the help text of `--quick`."""
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")

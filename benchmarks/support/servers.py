@@ -53,10 +53,10 @@ class Setting:
     """Replicas of ours."""
     ratio: float = 0.15
     loading_controller: bool = True
-    """Off where a model is so small that a full prefill beats any blend: nothing would be seen of ours."""
+    """Off for a model so small that a full prefill is faster than any blend: nothing would be blended."""
     is_pinned: bool = True
     """Whether the whole tree shares one core, so that servers are compared at equal cost. Otherwise ours runs
-    as it comes: on all cores, the engine computing with one thread, its reads through shared memory."""
+    with its defaults: on all cores, with one compute thread of the engine, reading through shared memory."""
     ram_gib: float = 6.0
     ssd_gib: float = 8.0
     expert: Mapping[str, Any] = field(default_factory=dict)
@@ -167,7 +167,8 @@ def plain_server(
     for name, value in setting.vllm.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", NAME)
-    # An installed plugin would register our connector; unasked it does nothing, but plain means plain.
+    # An installed plugin would register our connector, which does nothing unless configured; plain
+    # vLLM runs without it.
     environment = {"VLLM_PLUGINS": ""} if transfer is None else {}
     if transfer is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -291,7 +292,7 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None
 
 
 def _ready_event(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    """What `kintsugi serve --json` says once it serves. A service that takes too long is ended."""
+    """Return the `ready` line of `kintsugi serve --json`. A service that takes too long is ended."""
     assert process.stdout is not None
     ending = threading.Timer(START_S, process.kill)
     ending.start()

@@ -1,4 +1,4 @@
-"""What is measured of the two servers: idle answers, stuffed prompts, kills under load.
+"""Measures the two servers: idle answers, stuffed prompts, kills under load.
 
 Only one server is under load at a time; the other is idle beside it.
 """

@@ -1,4 +1,4 @@
-"""Time to first token on a 16-layer Llama: full prefill, blends, full reuse, the turn after."""
+"""Measures TTFT on a 16-layer Llama: full prefill, blends, full reuse, and the next turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a running decode waits beside a long prompt: blended, and prefilled in full."""
+"""Measures how long a running decode waits while a long prompt is blended, or prefilled in full."""
 
 from __future__ import annotations
 

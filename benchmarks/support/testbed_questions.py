@@ -50,7 +50,7 @@ def cases(running: LocalEngine, asked: Sequence[Question]) -> list[Case]:
 
 
 def long_shape(tokens: int) -> Shape:
-    """Documents of about so many tokens: the same facts among more filler sentences."""
+    """Return documents of about this many tokens: the same facts among more filler sentences."""
     chunks = 6
     fillers = max(2, round((tokens / chunks - 24) / 6))
     return replace(EVAL_SHAPE, chunks=(chunks, chunks), fillers_per_chunk=(fillers, fillers))

@@ -1,4 +1,4 @@
-"""Chunks that only a disk has beside chunks in memory, in a real shard: loading should hide either."""
+"""Compares loading from disk with loading from memory, in a real shard: a blend should hide both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real engines behind a Serve handle, and conversations that grow turn by turn."""
+"""Runs two real engines behind a Serve handle, with conversations that grow turn by turn."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m benchmarks.testbed.evaluate --model runs/bundled --prompts 300
 
 Full prefill reads BOS, the chunks and the question in one causal pass. Full KV reuse prefills each chunk
-alone behind BOS, keeps its keys before RoPE and its values, rotates the keys to where the chunk stands in
+alone after BOS, keeps its keys before RoPE and its values, rotates the keys to where the chunk stands in
 the prompt, and lets only the question attend to everything. Both use the checkpoint's own weights in plain
 torch (fp32). Prints a table, then one JSON object.
 """
@@ -95,7 +95,7 @@ class Bundle:
 
 def project(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [heads, tokens, head_dim], keys and values [kv_heads, tokens, head_dim], all before RoPE and
-    behind the QK-norm, if there is one."""
+    after the QK-norm, if there is one."""
     attention = layer.self_attn
     hidden = layer.input_layernorm(x)
 
@@ -111,7 +111,7 @@ def project(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def run_tokens(model: TinyModel, tokens: Tensor, past: list[LayerKv]) -> tuple[Tensor, list[LayerKv]]:
-    """Runs token ids [n] behind `past` (one entry a layer, or none) as a causal continuation.
+    """Runs token ids [n] after `past` (one entry a layer, or none) as a causal continuation.
 
     Returns:
         (logits of the last token [vocabulary], the KV of past and new tokens, keys before RoPE).
@@ -141,13 +141,13 @@ def run_tokens(model: TinyModel, tokens: Tensor, past: list[LayerKv]) -> tuple[T
 
 
 def full_prefill(bundle: Bundle, prompt: Prompt) -> Tensor:
-    """Logits [vocabulary] behind the question after an ordinary prefill of everything."""
+    """Logits [vocabulary] after the question after an ordinary prefill of everything."""
     ids = [bundle.bos, *(token for chunk in prompt.chunks for token in chunk), *prompt.question]
     return run_tokens(bundle.model, torch.tensor(ids), [])[0]
 
 
 def full_reuse(bundle: Bundle, prompt: Prompt) -> Tensor:
-    """Logits [vocabulary] behind the question over chunk KV computed in isolation, keys re-rotated."""
+    """Logits [vocabulary] after the question over chunk KV computed in isolation, keys re-rotated."""
     pieces: list[list[LayerKv]] = [run_tokens(bundle.model, torch.tensor([bundle.bos]), [])[1]]
     for chunk in prompt.chunks:
         alone = run_tokens(bundle.model, torch.tensor([bundle.bos, *chunk]), [])[1]

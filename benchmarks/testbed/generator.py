@@ -91,7 +91,7 @@ class Verb:
     """How facts and questions with one verb read: "{obj} {stem} {subject} {link} {value}."
 
     Attributes:
-        stem, link: words before and behind the subject, which alone identifies a fact of this verb.
+        stem, link: words before and after the subject, which alone identifies a fact of this verb.
         subjects: what a subject may be; answers: what a value may be.
         asks: what kind of value a question asks for.
     """

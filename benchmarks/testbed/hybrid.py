@@ -93,7 +93,7 @@ def make_mixer(shape: ModelShape) -> Mamba2:
 
 @torch.no_grad()
 def look_back(mixer: Mamba2, attention: Attention, inputs: Tensor) -> None:
-    """Begin as what the local heads do. `inputs` `[tokens, hidden]` of the layer, behind its norm.
+    """Begin as what the local heads do. `inputs` `[tokens, hidden]` of the layer, after its norm.
 
     A tap of the convolution is a number of tokens back. SiLU is undone by a second channel of the other sign:
     silu(x) - silu(-x) = x. A head of the mixer is one local head's two signs.

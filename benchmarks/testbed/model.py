@@ -147,7 +147,7 @@ class TinyModel(nn.Module):
         return cast(list[Layer], list(self.model.layers))
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states of token ids [batch, tokens]: behind `READING_LAYERS` layers, and behind the last.
+        """Hidden states of token ids [batch, tokens]: after `READING_LAYERS` layers, and after the last.
 
         Both [batch, tokens, width] and normalised, the first without a gain.
         """
@@ -186,14 +186,14 @@ RESOLVING = ((1, (0, 1)), (2, (0, 1)))
 """(layer, key heads) that start by attending from a word to what followed an earlier mention of it."""
 RETRIEVE_GAIN = 2.5
 RETRIEVING = ((4, (0, 1)), (5, (0, 1)))
-"""(layer, key heads) that start by attending behind an earlier mention of what stands one token back; the
+"""(layer, key heads) that start by attending after an earlier mention of what stands one token back; the
 second key head of each layer, of what stands two back.
 
-They lie behind `READING_LAYERS`: a question that finds its fact while references are still being resolved
+They lie after `READING_LAYERS`: a question that finds its fact while references are still being resolved
 reads an unresolved one, and a model left to itself settles there, because that is enough for
 self-contained facts."""
 READING_LAYERS = 4
-"""Training asks the hidden states behind this many layers what each reference stands for."""
+"""Training asks the hidden states after this many layers what each reference stands for."""
 
 
 @torch.no_grad()

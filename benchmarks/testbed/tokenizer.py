@@ -1,6 +1,6 @@
 """The bundled tokenizer: one token per testbed word, single bytes for everything else.
 
-A byte-level BPE without merges whose words are looked up whole (`ignore_merges`): "Falcon" behind a space
+A byte-level BPE without merges whose words are looked up whole (`ignore_merges`): "Falcon" after a space
 is one token, and text the testbed never writes falls apart into bytes, so that any string round-trips.
 vLLM and transformers load it as an ordinary `PreTrainedTokenizerFast`.
 """
@@ -22,7 +22,7 @@ BYTE_SPACE = "\u0120"
 
 
 def build_vocabulary() -> dict[str, int]:
-    """Token string to id: the special tokens, the 256 byte symbols, then every word behind a space."""
+    """Token string to id: the special tokens, the 256 byte symbols, then every word after a space."""
     symbols = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     symbols += [f"{BYTE_SPACE}{word}" for word in words.ALL_WORDS]
     symbols.append(f"{BYTE_SPACE}A")

@@ -99,7 +99,7 @@ class Batch:
 
 
 def stretched(tokens: Tensor, chunk_end: int, most: int, generator: torch.Generator) -> Tensor:
-    """Positions [batch, rows] that jump behind tokens `chunk_end`, by at most `most` in all; each third row's
+    """Positions [batch, rows] that jump after tokens `chunk_end`, by at most `most` in all; each third row's
     do not."""
     gaps = torch.rand(tokens.shape, generator=generator) * (tokens == chunk_end)
     gaps[2::3] = 0.0
@@ -161,7 +161,7 @@ def forward_loss(
     shape: ModelShape,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Forward:
-    """Cross entropy of the weighted targets, plus that of the references behind `READING_LAYERS`.
+    """Cross entropy of the weighted targets, plus that of the references after `READING_LAYERS`.
 
     Products are computed in ``dtype``: float32 is faster on processors without bfloat16.
     """

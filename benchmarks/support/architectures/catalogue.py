@@ -271,7 +271,7 @@ BLENDED: tuple[Architecture, ...] = (
     _one("DeepseekV2ForCausalLM", "deepseek_v2", "mla moe", **_LATENT),
     _one("DeepseekV3ForCausalLM", "deepseek_v3", "mla moe", **_LATENT, **_SIGMOID_ROUTER, **_UNTIED),
     _one("Glm4MoeLiteForCausalLM", "glm4_moe_lite", "mla moe", **_LATENT, **_SIGMOID_ROUTER),
-    # vLLM wants a norm behind every MLP, and checkpoints have one behind experts alone.
+    # vLLM wants a norm after every MLP, and checkpoints have one after experts alone.
     _one("AXK1ForCausalLM", "axk1", "mla moe", **{**_LATENT, "first_k_dense_replace": 0}, **_SIGMOID_ROUTER),
     _one("MiniCPM3ForCausalLM", "minicpm3", qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64),
     _one("Llama4ForCausalLM", "llama4_text", "nope moe", attention_chunk_size=1024, num_experts_per_tok=1),

@@ -43,7 +43,7 @@ from tests.stepwise import prefill_like_a_blend
 
 SIZES = (257, 1, 33, 100, 64)
 """Chunk lengths, on both sides of the borders between blocks, longer than the windows of these models. The
-first is exact behind its own prefix, so its blocks can be found by a plain prompt's."""
+first is exact after its own prefix, so its blocks can be found by a plain prompt's."""
 CHUNKED_TOKENS = 64
 """Tokens of a step where prefill is chunked."""
 DISTINCT_TOKENS_MIN = 6
@@ -201,7 +201,7 @@ def _check_full_ratio(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain:
 
 
 def _check_prefix_cache(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Plain) -> None:
-    """A blend behind an exact cached prefix is exact, and a plain prompt finds no blended block."""
+    """A blend after an exact cached prefix is exact, and a plain prompt finds no blended block."""
     nothing_to_blend = KintsugiParams(prompt.params().namespace, spans=())
     engine.reset_prefix_cache()
     exact_prefix = [*prompt.token_ids[: prompt.spans[0].end], 11, 12]

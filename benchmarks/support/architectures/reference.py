@@ -2,7 +2,7 @@
 
 Everything happens where a layer attends. Each layer of the whole prompt runs at full width, and the K and V
 of the tokens that are not fresh there are replaced by those of their chunk. What a chunk's K and V are is
-found by running the chunk alone behind the prefix; at every layer the attention module is called twice,
+found by running the chunk alone after the prefix; at every layer the attention module is called twice,
 first with the position embeddings of the place in the prompt, only to see its K and V, then with its own.
 So the reference knows no projection, norm or rotation by name: whatever the module does to K before it
 attends, it does here. A latent (MLA) is expanded per token before attention, so that replacing K and V of a
@@ -90,9 +90,9 @@ class Reference:
         active: Mapping[int, Collection[int]],
         measured: Collection[int] = (),
     ) -> Tensor:
-        """fp32 `[vocab]`: log-probabilities behind a blend of all but the last token of ``prompt``.
+        """fp32 `[vocab]`: log-probabilities after a blend of all but the last token of ``prompt``.
 
-        ``hits`` are the spans that were loaded, ``prefix`` is what chunks are prefilled behind; ``active``
+        ``hits`` are the spans that were loaded, ``prefix`` is what chunks are prefilled after; ``active``
         and ``measured`` are as in `tests.oracle.fresh_positions`. Raises `InvalidField` for a model whose
         attention does not pass through transformers' attention interface.
         """
@@ -119,7 +119,7 @@ class Reference:
         return self._run(prompt, replace)
 
     def full(self, prompt: Sequence[int]) -> Tensor:
-        """fp32 `[vocab]`: log-probabilities behind an ordinary full prefill."""
+        """fp32 `[vocab]`: log-probabilities after an ordinary full prefill."""
         return self._run(prompt, lambda _module, key, value: (key, value))
 
     @torch.inference_mode()
@@ -156,7 +156,7 @@ class Reference:
         modules: list[nn.Module],
         places: list[dict[str, Any]],
     ) -> _Stored:
-        """Run one chunk behind the prefix; at each layer, see its K and V as if it stood at `hit`."""
+        """Run one chunk after the prefix; at each layer, see its K and V as if it stood at `hit`."""
         first, end = hit
         own = torch.arange(len(prefix) + end - first)
         there = torch.cat((torch.arange(len(prefix)), torch.arange(first, end)))

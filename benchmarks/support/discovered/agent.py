@@ -1,8 +1,8 @@
-"""A scripted agent through vLLM's own server with the connector: tool results that come again, in a history
-that is compacted.
+"""Runs a scripted agent on vLLM's own server with the connector: tool results recur in a history that is
+compacted.
 
-At every step the agent reads a file by calling a tool, whose result becomes a message, and answers. Where
-the history grows too long, it is replaced by a summary and the last results, in another order. The model has
+At every step the agent reads a file by calling a tool, whose result becomes a message, and answers. When the
+history grows too long, it is replaced by a summary and the last results, in another order. The model has
 random weights: the script decides what is read, and writes the calls.
 
 The agent is unmodified: its requests name no namespace, so chunks are looked for where segments begin and
@@ -58,7 +58,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Counted:
-    """What a server's counters say."""
+    """A server's counters."""
 
     prompt_tokens: float
     prefix_tokens: float

@@ -1,4 +1,4 @@
-"""What discovery costs a prompt in which nothing recurs: time to first token beside vLLM without us.
+"""Measures the cost of discovery for a prompt in which nothing recurs: TTFT with and without discovery.
 
 Both kinds of prompts go to one engine in turns, one at a time: requests that are discovered, and requests
 that the connector leaves alone. So the cost includes looking for chunks, which a gateway asks for anyway.

@@ -1,4 +1,5 @@
-"""How much of a document still hits after a sentence, or a line of code, was inserted: segments, no engine.
+"""Measures how much of a document still hits after a sentence or a line of code was inserted, without an
+engine.
 
 Documents are runs of the passages that ship with Kintsugi, and of modules of Python's standard library, in a
 chat prompt of the reference model. Their segments count as stored, which they are from the second sight on.
@@ -90,7 +91,7 @@ def _code() -> Kind:
 def _hit_rate(
     form: PromptForm, classes: TokenClasses, kind: Kind, tokens: int, generator: random.Random
 ) -> float:
-    """Share of a document's tokens in segments that it also had before something was inserted."""
+    """Share of a document's tokens in segments that existed before the insertion."""
     pieces: list[str] = []
     counted = 0
     for piece in kind.draw(generator):

@@ -1,6 +1,6 @@
-"""The same load on the reference model in its chat form.
+"""Runs the load of `service.py` on the reference model in its chat form.
 
-Passages are cut to the length of those of the load on random weights, and saved behind a context of two more
+Passages are cut to the length of those of the load on random weights, and saved after a context of two more
 passages. Both servers compute in float32: in bfloat16 full prefill of this model, in batches of another size,
 picks another token than itself at three positions of a hundred.
 

@@ -1,4 +1,4 @@
-"""Passages that come again in shuffled sixes, to a service that was given none, beside plain vLLM.
+"""Compares a service with discovery with plain vLLM, on prompts of six recurring passages in random order.
 
 The client is unmodified: it sends whole prompts to `kintsugi serve`, whose namespace allows discovery. Both
 servers get the same requests at the same Poisson times, one server after the other, at half of what the
@@ -73,7 +73,7 @@ def measure_load(
 ) -> dict[str, list[Sample]]:
     """Each server's samples of the same load."""
     warm_up = requests(replace(workload, seed=workload.seed + 1), [0.0] * IDLE)
-    # Of no text that the load sends: it would be seen once before.
+    # Not a text of the load, because it would count as one sighting.
     words = [" ".join(reversed(text.split())) for text in texts]
     answers_s = {
         server.name: [

@@ -42,7 +42,7 @@ class Corpus:
 
     name: str
     sample: str
-    """A public sample in the style of the corpus: what prepared chunks are prefilled behind."""
+    """A public sample in the style of the corpus: what prepared chunks are prefilled after."""
     choosing: tuple[str, ...]
     judged: tuple[str, ...]
     questions: Mapping[str, str]

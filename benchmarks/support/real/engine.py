@@ -111,7 +111,7 @@ def build_prompt(form: PromptForm, one: PassageSet, question: str | int) -> RagP
 
 @dataclass
 class RealBench:
-    """Measures items on a running engine, chunks prepared behind one context."""
+    """Measures items on a running engine, chunks prepared after one context."""
 
     running: LocalEngine
     form: PromptForm
@@ -226,7 +226,7 @@ class RealBench:
         }
 
     def _store(self, items: list[Item]) -> None:
-        """Save the passages that were not saved behind this context before."""
+        """Save the passages that were not saved after this context before."""
         passages = [text for item in items for text in self.sets[item.part][item.number].passages]
         keys = {("stored", self.context, digest_of(text)): text for text in passages}
         left = {key: text for key, text in keys.items() if key not in self.records}

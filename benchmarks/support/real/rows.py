@@ -37,7 +37,7 @@ RIGHT_MIN = 0.7
 
 @dataclass(frozen=True)
 class Configuration:
-    """A selection, over chunks that were prepared behind a context."""
+    """A selection, over chunks that were prepared after a context."""
 
     context: str
     selection: Selection
@@ -48,7 +48,7 @@ class Configuration:
 
 
 REUSE = Configuration(NONE, Selection(0.0))
-"""Full KV reuse: chunks saved alone behind the prompt's head, nothing recomputed."""
+"""Full KV reuse: chunks saved alone after the prompt's head, nothing recomputed."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def baselines(work: PassWorkload) -> dict[float, Configuration]:
 
 
 def candidates(contexts: Sequence[str], work: PassWorkload) -> list[Configuration]:
-    """Every family at every budget behind every context, and every context with nothing recomputed."""
+    """Every family at every budget after every context, and every context with nothing recomputed."""
     fitted = [
         selection
         for budget in BUDGETS

@@ -197,7 +197,7 @@ class Run:
         return choice
 
     def _calibrate(self, served: Configuration) -> bool:
-        """As an operator does, on choosing passages alone, behind the context that was best on these."""
+        """As an operator does, on choosing passages alone, after the context that was best on these."""
         if not self._size.calibration_sets:
             return True
         if self._clock.is_over:
@@ -242,11 +242,11 @@ class Run:
         return True
 
     def _bench_of(self, context: str) -> RealBench:
-        """A bench on an engine whose chunks are prepared behind the context."""
+        """A bench on an engine whose chunks are prepared after the context."""
         if self._bench is None or self._bench.context != context:
             self._stop_engine()
             ids = tokenize_context(self._context(context), self._setup.model)
-            say(f"starting {self._setup.model}, chunks prepared behind {context} ({len(ids)} tokens)")
+            say(f"starting {self._setup.model}, chunks prepared after {context} ({len(ids)} tokens)")
             store = self._engine.enter_context(chunk_store(self._folder / "store"))
             running = self._engine.enter_context(real_engine(self._setup.model, store, self._form, ids))
             if NUM_LAYERS not in self._records:

@@ -27,7 +27,7 @@ FULL, BLEND = "full", "blend"
 
 
 def setting_of(configuration: Configuration, context: str) -> Setting:
-    """A service that blends every request with the configuration, its chunks prepared behind ``context``,
+    """A service that blends every request with the configuration, its chunks prepared after ``context``,
     which is the setting `model.expert.context`.
 
     It runs as it comes, on all cores, with one thread that computes. It has no prefix caching: storing a

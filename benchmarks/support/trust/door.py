@@ -1,4 +1,4 @@
-"""Denial of service before authentication: what attacks cost a service's memory and its callers.
+"""Measures denial of service before authentication: the cost of attacks in memory and in locked-out callers.
 
 A gateway, a shard and a shard directory run in a process of their own. While an attack runs, a caller with a
 token asks the gateway over HTTP and gRPC, each time on a new connection; a question that is refused or takes

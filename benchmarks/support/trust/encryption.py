@@ -1,4 +1,4 @@
-"""What encryption costs: chunks of a namespace with keys and of one without, in the RAM of one shard.
+"""Measures the cost of encryption: reads from a namespace with keys and from one without, in one shard's RAM.
 
 Chunks are those of `benchmarks/store.py`: 512 tokens of an 8-head, 32-layer, bf16 model. Each round reads
 both namespaces and runs the bare cipher, in an order that the seed decides; a figure is the median of the

@@ -1,4 +1,4 @@
-"""What is left of marked texts after they were erased: by chunk, by document and by namespace.
+"""Searches for remains of marked texts after their erasure by chunk, by document and by namespace.
 
 Marked texts are put into a store whose RAM and SSD tier hold a part of them, so that many are evicted, known
 to two gateways, named by a ledger and asked about. Then each is erased, and its text, its tokens and what

@@ -1,4 +1,4 @@
-"""Shards in processes of their own, for rounds that kill them, and what is found of the chunks in them."""
+"""Runs shards in separate processes, for rounds that kill them, and counts their chunks afterwards."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Fleet:
         expected: Mapping[ChunkKey, Frames],
         namespace: str = NAMESPACE,
     ) -> dict[str, int]:
-        """Counts of chunks that are wrong, and of `stored` ones that no shard has.
+        """Return the number of wrong chunks, and of `stored` chunks that no shard has.
 
         Wrong: other bytes than `expected`, where they are known, a copy in any shard whose digests do not
         match, or one that is back after its deletion was acknowledged.
@@ -144,7 +144,7 @@ def _read(store: ChunkStore, namespace: str, key: ChunkKey) -> list[bytes] | Non
 
 
 def until_it_says(process: subprocess.Popen[str], take: Callable[[str], bool]) -> None:
-    """Hand what a process says to `take`, until that returns True or the process ends."""
+    """Pass each line that a process prints to `take`, until it returns True or the process ends."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.endswith("\n") and take(line):

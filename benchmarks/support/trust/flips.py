@@ -1,7 +1,6 @@
-"""Single bits flipped in a shard's slab and catalog, a ledger, and a gateway's known texts: nothing wrong is
-served. What is damaged may be lost, or its file refused.
-
-A process opens what was damaged and says what it is served, so that a crash is seen and counted, too.
+"""Flips single bits in a shard's slab and catalog, a ledger and a gateway's known texts; nothing wrong may be
+served. Damaged data may be lost, or its file refused. A separate process opens it and prints what it is
+served, so that crashes are counted, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many bytes a process keeps for each byte that it charges to a namespace, by kind of thing kept.
+"""Measures the bytes that a process keeps per byte charged to a namespace, by kind of item.
 
 Each kind is made in a process of its own, of the shapes that cost most beside what they seem to hold: chunks
 with one token, with a head for each byte, with frames far below a block. Kept is what the process's memory

@@ -1,4 +1,4 @@
-"""How long it takes to find one of many stored chunks that are alike by content, and how many are found.
+"""Measures how long it takes to find one of many similar chunks by content, and how many are found.
 
 All chunks begin with the same tokens, as passages with a common heading do; in the second shape they also end
 with the same. Each prompt contains one of them between other tokens. A lookup is all that an engine does for

@@ -1,4 +1,4 @@
-"""Mistakes of callers in every field of the SDK, of gRPC and of HTTP, that no error names.
+"""Counts callers' mistakes that no error names, in every field of the SDK, gRPC and HTTP.
 
 Each field gets each of the values of `tests.fakes.foreign_input`, from an SDK or a plain client of a gateway
 over a stub engine. An answer is right if it is an answer, or an error of our tree that names the field.

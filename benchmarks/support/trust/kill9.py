@@ -1,4 +1,4 @@
-"""kill -9 of shards, gateways, engines and drivers at random moments: nothing wrong, nothing lost.
+"""Kills shards, gateways, engines and drivers at random moments; no chunk may be wrong or lost.
 
 Each round has a fleet of its own, with one copy of each chunk or two, and a client that remembers what was
 acknowledged as durable or as deleted. The victim dies at a random moment of that work; in a fifth of the

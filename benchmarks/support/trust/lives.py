@@ -1,4 +1,4 @@
-"""Processes that a round kills: they say what was acknowledged, a line each, until they die."""
+"""Processes that a round kills. They print each acknowledgement on a line until they die."""
 
 from __future__ import annotations
 

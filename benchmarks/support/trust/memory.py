@@ -1,4 +1,4 @@
-"""What memory that others use does to a service, and how its killed processes are reported.
+"""Tests a service whose memory other programs fill, and how its killed processes are reported.
 
 `kintsugi serve` runs with the threshold of Ray's memory monitor (`RAY_memory_usage_threshold`) below what the
 machine uses already: to Ray, others have filled the memory, so that nothing has to be filled. The control

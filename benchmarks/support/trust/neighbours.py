@@ -1,4 +1,4 @@
-"""How much one tenant delays another that keeps within its share.
+"""Measures how much one tenant delays another that keeps within its share.
 
 **Answers.** Four namespaces have a quarter of the engines each. One offers nine tenths of its quarter, alone
 and then while another offers ten times its own. The engine is a stub that answers a fixed number of requests

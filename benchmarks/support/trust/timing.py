@@ -1,4 +1,4 @@
-"""Whether a caller can tell by the time to first token that a chunk is stored, and what hiding it costs.
+"""Tests whether a caller can tell from the TTFT that a chunk is stored, and what hiding it costs.
 
 The attack is SpliceLeak's (arXiv 2606.21842): a prompt of chunks that are known to be stored and one guess,
 which is stored or not; the guess is right where the first token comes earlier. Each prompt has an order and a

@@ -32,8 +32,9 @@ GRADUAL_SPREAD = 0.5
 last layer, so that its mean cost equals that of the flat selector at the same ratio."""
 
 HYBRID_WIDTH = 1.5
-"""Before its check layer, `hybrid` computes this many times the tokens that it will keep: those with the
-highest attention from the question. Their deviation then decides, so no layer is computed at full width."""
+"""Below its check layer, `hybrid` computes this multiple of the number of tokens that it will keep: those
+with the highest attention from the question. Their deviation then decides, so no layer is computed at full
+width."""
 
 HYBRID_HEAD_SHARE = 0.05
 """Share of its quota that `hybrid` spends on chunk heads, whatever the signals say."""

@@ -62,7 +62,7 @@ Frames = Iterator[LayerFrame | ChunkLost]
 
 @dataclass
 class Meter:
-    """Measures at its consumer how long each source of a stream kept the loader waiting.
+    """Measures, where the loader reads a stream, how long each source kept it waiting.
 
     Only the layers that the loader takes without waiting for room are measured: later ones may have arrived
     while it waited and would make the source look faster than it is. The loader's thread writes the meter;

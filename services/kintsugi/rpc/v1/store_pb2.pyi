@@ -520,7 +520,7 @@ class FrameHeader(google.protobuf.message.Message):
     size_bytes: builtins.int
     """Bytes of this frame in the payload, in order."""
     lost_reason: builtins.str
-    """Not empty: in place of a frame; no later frame of this chunk follows."""
+    """Why the chunk is lost: this entry stands for a frame, and no later frame of the chunk follows. Empty: a frame."""
     def __init__(
         self,
         *,
@@ -1327,7 +1327,7 @@ class FrameDescriptor(google.protobuf.message.Message):
     """Offset of the frame's first byte in the arena's file."""
     size_bytes: builtins.int
     lost_reason: builtins.str
-    """Not empty: in place of a frame; no later frame of this chunk follows."""
+    """Why the chunk is lost: this entry stands for a frame, and no later frame of the chunk follows. Empty: a frame."""
     def __init__(
         self,
         *,

@@ -353,7 +353,7 @@ class TokenFile(Access):
 
 
 def open_access(tokens_file: str | Path | None) -> Access:
-    """Return the access by a file's entries; without a file, access for every caller. Raises
+    """Return an `Access` for the entries of a file; without a file, one that accepts every caller. Raises
     `InvalidField`."""
     return TokenFile(Path(tokens_file)) if tokens_file else Access()
 
