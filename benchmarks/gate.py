@@ -1,4 +1,4 @@
-"""The gate: what it costs to open, and how often it is wrong, replayed on recorded outcomes of real models.
+"""Measures the gate: how soon it opens, and how often it is wrong, on recorded outcomes of real models.
 
 Sections `replay` and `tenants` draw streams from recorded outcomes (`support/outcomes.py`), so the truth
 about each configuration is known; `drift` simulates damage on them; `lines` counts the code. `live` serves a
@@ -66,7 +66,7 @@ LINES_OF = (
 
 @dataclass
 class Setup:
-    """What the sections measure with."""
+    """The inputs of the sections."""
 
     quick: bool
     live: gate_live.LiveSetup
@@ -160,7 +160,7 @@ def measure_replay(setup: Setup) -> list[Figure]:
 
 
 def measure_tenants(setup: Setup) -> list[Figure]:
-    """One of five tenants whose prompts are easy, or who trips at will."""
+    """Measure the influence of one of five tenants, whose prompts are easy or who causes trips at will."""
     streams = STREAMS_QUICK if setup.quick else STREAMS
     opened = total = 0
     for number, world in enumerate(setup.worlds()):
@@ -183,7 +183,7 @@ def measure_tenants(setup: Setup) -> list[Figure]:
 
 
 def _shuts_all() -> bool:
-    """Whether closings of one tenant, as many as fit, close blending for another."""
+    """Measure whether closings of one tenant, up to their maximum number, close blending for another."""
     keeper = ReportKeeper(None, BINDING, VERSIONS, QUALITY)
     cell, mine, theirs = Cell.of(False, 1000), source_of("mine"), source_of("theirs")
     good = Tally.of(Deviation(0.0005, 0.0), 0.5, [200] * 6)

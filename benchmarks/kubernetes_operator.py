@@ -66,7 +66,7 @@ MIB = 1 << 20
 
 
 class Keeper:
-    """The stand-in's process: the API server's part, and KubeRay's."""
+    """The process of the stand-in, which plays the API server and KubeRay."""
 
     def __init__(self) -> None:
         self.cluster = FakeCluster()
@@ -129,7 +129,7 @@ class Stage:
                 self.team.is_ready(one["metadata"]["name"])
 
     def count_true(self, *conditions: str) -> int:
-        """Number of services of which all the conditions are true."""
+        """Number of services whose conditions of these types are all true."""
         services = self.team.kube.list(BLEND_SERVICE, self.team.namespace)
         held = [
             {
@@ -264,7 +264,7 @@ def _wait_for(stage: Stage, operator: Operator, services: int, condition: str) -
 
 
 def _wait_until_idle(operator: Operator) -> None:
-    """Until every service has been looked at without a write."""
+    """Wait until every service was reconciled without a write."""
 
     def is_idle() -> bool:
         writes = Figures(operator).writes
@@ -322,7 +322,7 @@ def main() -> None:
     if arguments.histories:
         figures |= measure_repairs(arguments.histories)
     config = {"api_server": "cluster" if is_real else "stand-in", "quick": arguments.quick, **figures}
-    # The histories alone are kept beside the figures of the operator's process, not in their place.
+    # A run of the histories alone must not replace the figures of the operator's process.
     name = "kubernetes-operator" if arguments.services else "kubernetes-operator-histories"
     report("kubernetes_operator", config, judge(figures), name if arguments.save else None)
 

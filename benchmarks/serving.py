@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _default_parts(quick: bool) -> list[str]:
-    """The other scripts' quick runs take minutes of their own."""
+    """The quick runs of the other scripts would take minutes, too."""
     return ["idle", "goodput", "reuse", "stuffing"] if quick else [*OF_SERVERS, *OF_SCRIPTS]
 
 
@@ -119,7 +119,7 @@ def _of_servers(quick: bool, chosen: list[str]) -> list[Figure]:
 
 
 def _of_one_pair(model: Path, quick: bool, chosen: list[str]) -> list[Figure]:
-    """What the servers are measured for with the same prompts."""
+    """The sections that send the same prompts to both servers."""
     setting, workload = (QUICK, QUICK_WORKLOAD) if quick else (FULL, FULL_WORKLOAD)
     budget = phases.QUICK if quick else phases.FULL
     texts = _corpus(model, workload)
@@ -197,7 +197,8 @@ def _pair(model: Path, setting: Setting, texts: list[str]) -> Iterator[tuple[Ser
 
 
 def _of_script(name: str, quick: bool) -> list[Figure]:
-    """The figures of another benchmark, in a process of its own: it has engines and settings of its own."""
+    """Run another benchmark in a separate process, with its own engines and settings, and return its
+    figures."""
     script = HERE / f"{name}.py"
     if not script.is_file():
         say(f"{script.name} is not here: its figures are not measured")

@@ -2,10 +2,10 @@
 
 Usage: python benchmarks/store.py [--quick] [--save] [--only NAME ...] [--folder FOLDER] [--trace FILE]
 
-Digests are verified inside every measured path; `*_unverified` figures stand beside. Chunks are 512 tokens
-of an 8-head, 32-layer, bf16 model: frames of 2 MiB, 64 MiB each. A shard runs in its own process, its CPU
-time is counted with the client's. Rates are medians of rounds that alternate with their baseline. The last
-line is JSON. In full it takes some 17 minutes, ten of them churn.
+Digests are verified inside every measured path; `*_unverified` figures are measured without them. Chunks are
+512 tokens of an 8-head, 32-layer, bf16 model: frames of 2 MiB, 64 MiB each. A shard runs in its own process,
+its CPU time is counted with the client's. Rates are medians of rounds that alternate with their baseline. The
+last line is JSON. In full it takes some 17 minutes, ten of them churn.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Server:
 
 
 def python_environment() -> dict[str, str]:
-    """For another process that imports what this one does."""
+    """For a process that needs the imports of this one."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -208,7 +208,7 @@ def read_chunks(store: GrpcStore, keys: Sequence[ChunkKey]) -> int:
 
 @contextlib.contextmanager
 def unverified() -> Iterator[None]:
-    """The same paths without their digests: for the figures beside the verified ones, never elsewhere."""
+    """Skip the verification of digests in the block, for the `*_unverified` figures only."""
 
     def copy(
         arena: ArenaMap, offset: int, into: memoryview, manifest: ChunkManifest, layer: int, heads: HeadRange
@@ -304,7 +304,7 @@ async def threaded_lookups(store: GrpcStore, keys: Sequence[ChunkKey], calls: in
 
 
 def lookups(scale: Scale, folder: Path) -> list[Figure]:
-    """Batches of 64 keys, half of them there."""
+    """Look up batches of 64 keys, half of which are stored."""
     with served(folder, "512MiB") as server:
         store = GrpcStore(server.address)
         small = [make_chunk(index, tokens=16) for index in range(64)]
@@ -436,7 +436,7 @@ def _lookup_times_p99_ms(store: GrpcStore, keys: list[ChunkKey], seconds: float)
 
 
 def read_cold(address: str, keys: list[ChunkKey]) -> None:
-    """The other client: until it is ended."""
+    """The other client, which reads until it is ended."""
     store = GrpcStore(address)
     while True:
         for start in range(0, len(keys), 4):

@@ -43,12 +43,12 @@ SELECTIONS = {
     "hybrid r=.15": Selection(0.15, SelectorName.HYBRID, 1),
     "gradual@1 r=.15": Selection(0.15, SelectorName.HKVD_GRADUAL, 1),
 }
-"""Every way to select that takes operations of its own. The main ones are timed at every length."""
+"""Selections that cover every kind of operation. The main ones are timed at every length."""
 
 WAIT = "called a synchronizing CUDA operation"
-"""What torch says of each wait that it sees. It also says, once, that it does not see all."""
+"""Texts of torch's warnings about waits. One warning says that torch does not detect all of them."""
 WAITS_A_PASS_MAX = 0
-"""A pass asks an event whether it is done, and waits for nothing."""
+"""A pass queries an event and does not wait."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Everything that a GPU can show: `make gpu`.
+"""Runs all GPU measurements: `make gpu`.
 
 Needs torch and Triton alone; vLLM's engine is measured where it is installed, or packed (`make gpu-pack`).
 Two groups of sections, the most valuable first, each for one call of a few minutes:
@@ -96,7 +96,7 @@ GROUPS = {
 FIRST_CASE = "8x4 plain"
 FIRST_LOAD = "raw, 1 thread"
 GROWTH = 3.0
-"""What the next prompt may take, as a multiple of the longest so far: lengths double."""
+"""Time allowed for the next prompt, as a multiple of the longest so far: lengths double."""
 Row = dict[str, Any]
 Section = dict[str, Any]
 
@@ -137,11 +137,11 @@ def kernel_rows(plan: Plan) -> Iterator[Row]:
         try:
             implementation = implementation_of(case, plan.device.type)
             error = check(implementation, case, plan.device.type)
-            # A mask is strict, whatever is rounded.
+            # Rounding does not affect a strict mask.
             allowed = TOLERANCE[case.dtype] if check is matches_reference else 0.0
             yield {**row, "max_abs_error": error, "holds": error <= allowed}
         except Exception as failure:
-            # A variant that this GPU cannot run says nothing of the others.
+            # If this GPU cannot run one variant, the others may still work.
             logging.exception("The kernel's case %s broke", name)
             yield {**row, "error": f"{type(failure).__name__}: {failure}", "holds": False}
     for shape in () if plan.is_dry else scattered_attention.SHAPES:
@@ -212,7 +212,7 @@ def pass_rows(plan: Plan) -> Iterator[Row]:
         yield {"row": f"{name} exact", "shape": name, "context": plan.contexts[0], **exactness}
     longest_s = 0.0
     for context in plan.contexts:
-        # A wait would show at any length; times are wanted of the main ones alone.
+        # Waits appear at any length, and only the main selections are timed.
         selections = SELECTIONS if context == plan.contexts[0] else MAIN_SELECTIONS
         for name, shape in plan.models.items():
             plan.check_time(GROWTH * longest_s)
@@ -270,13 +270,13 @@ def _limit_of(section: str, plan: Plan) -> float:
         raise Skipped("vLLM needs a GPU")
     if find_vllm() is None:
         raise Skipped("vLLM is neither installed nor in .gpu/site.tar.xz; run make gpu-pack before")
-    # Its rows are recorded while some time is left.
+    # Leave time to record its rows.
     return min(LIMITS_S[section], plan.check_time(LEAST_S) - LEAST_S / 3)
 
 
 @contextlib.contextmanager
 def running_python(arguments: Sequence[str], limit_s: float) -> Iterator[subprocess.Popen[str]]:
-    """A process that has the device to itself, with what it has started; killed after ``limit_s``."""
+    """Run a process that uses the device alone. It and its children are killed after ``limit_s``."""
     torch.cuda.empty_cache()
     folders = [REPOSITORY, *(REPOSITORY / name for name in ("services", "operators")), unpack_site()]
     paths = [*map(str, filter(None, folders)), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -366,7 +366,7 @@ def _text(value: object) -> str:
 
 
 def config_of(plan: Plan, sections: Sequence[str]) -> dict[str, Any]:
-    """Where and how it was measured, as other benchmarks say it."""
+    """The machine and configuration of the measurement, as in other benchmarks."""
     device = plan.device
     return {
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -434,7 +434,7 @@ def _speedups(section: str, rows: Sequence[Row]) -> Iterator[Figure]:
 
 
 def write_result(output: Path, head: dict[str, Any], sections: dict[str, Section], finished: bool) -> bool:
-    """Write what is known so far. Returns whether all of it holds."""
+    """Write the results so far. Returns whether all of them hold."""
     figures = figures_of(sections)
     holds = all(figure.holds is not False for figure in figures)
     body = {"figures": [dataclasses.asdict(figure) for figure in figures], "sections": sections}

@@ -34,7 +34,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "services")]
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 RATIOS = (1.0, 0.15, 0.0)
 CONTEXTS = (8192, 4096, 16384, 32512)
-"""The required one first."""
+"""The required backend first."""
 CHUNKS, QUESTION, REPEATS = 8, 63, 3
 DECODED = 200
 """Tokens of the answer whose decoding is watched."""
@@ -166,7 +166,7 @@ def model_folder(shape_name: str, layers: int) -> Path:
 
 @dataclasses.dataclass
 class Asker:
-    """Asks an asynchronous engine, and measures."""
+    """Sends requests to an asynchronous engine and measures them."""
 
     engine: Any
     asked: int = 0
@@ -323,7 +323,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from kintsugi.engine import plugin
 
-    # vLLM calls it where Kintsugi is installed; here its sources are enough.
+    # With an installed Kintsugi, vLLM calls this; here only its sources are present.
     plugin.register()
     rows = PARTS[arguments.part](arguments)
     if arguments.part == "ttft":

@@ -1,1 +1,1 @@
-"""What benchmarks share: figures and their report, prompts of chunks, engines in this process."""
+"""Code that benchmarks share: figures and their report, prompts of chunks, engines in this process."""

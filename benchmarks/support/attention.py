@@ -22,7 +22,7 @@ from kintsugi.engine.worker.attention import scattered
 SHAPE = "llama-210m"
 RATIO = 0.15
 UNSERVED = 1 << 30
-"""More runs than any batch has: a `RUNS_MIN_PACKED` that leaves every batch to the backend's own kernel."""
+"""More runs than any batch has. As `RUNS_MIN_PACKED`, it leaves every batch to the backend's own kernel."""
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -48,7 +48,8 @@ def _sample(
     running: LocalEngine, prompt: ChunkPrompt, layers: int, repetitions: int
 ) -> dict[str, list[float]]:
     """CPU nanoseconds per query-key pair: `dense`; scattered by `ours` and by the `backend`'s kernel."""
-    # Chosen before layer 0, and the same by any kernel: so all attention of the pass is scattered.
+    # This selector chooses before layer 0 and independently of the kernel, so all attention of the
+    # pass is scattered.
     params = dataclasses.replace(prompt.params(RATIO, explain=True), selector=SelectorName.RANDOM)
     methods = {
         "dense": (None, scattered.RUNS_MIN_PACKED),
@@ -109,7 +110,7 @@ def _time_attention() -> Iterator[list[float]]:
         if type(module) is Attention and len(arguments[0]) > 1:
             spent.append(time.thread_time() - began)
 
-    # On all modules: vLLM hides its own from the garbage collector, where they could be looked up.
+    # On all modules, because vLLM's own cannot be found through the garbage collector.
     handles = register_module_forward_pre_hook(start), register_module_forward_hook(stop)
     try:
         yield spent

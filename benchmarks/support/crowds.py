@@ -80,7 +80,7 @@ def blends_for_n4(quick: bool) -> list[Figure]:
 
 
 def _shuffled(documents: ChunkPrompt, generator: random.Random) -> Prompt:
-    """Some of the documents in an order of their own."""
+    """Return some of the documents in random order."""
     chosen = generator.sample(documents.chunks, CHUNKS)
     token_ids, spans = list(PREFIX), []
     for chunk in chosen:

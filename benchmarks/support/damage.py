@@ -1,10 +1,10 @@
 """Measures how soon an engine notices seven kinds of wrong KV whose digests are right.
 
 All served blends are measured by `quality.stream`, twice: once only answers are compared, once only stored
-chunks are audited. A damage counts where exact match falls by at least `FALL_MIN` points; it is caught where
-one of the two closes blending within `SERVED_MAX` blends. Sound chunks are audited to see how far they stay
-within their tolerance. Beside them, three mismatches of checkpoints and evidence, which fingerprints or the
-trip test should stop.
+chunks are audited. A kind of damage counts if exact match falls by at least `FALL_MIN` points. It is caught
+if one of the two closes blending within `SERVED_MAX` blends. Sound chunks are audited to see how far they
+stay within their tolerance. It also tests three mismatches of checkpoints and evidence, which fingerprints or
+the trip test should stop.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from tests.fakes.reports import passing_report
 
 SERVED_MAX = 300
 UNTIL_MAX = 200
-"""Served blends after which a damage that counts has to be caught."""
+"""Number of served blends within which damage that counts must be caught."""
 FALL_MIN = 3.0
 """Points of exact match."""
 AUDITED = 1000
-"""Sound chunks that are audited; a tenth of them in every 8-bit codec, too."""
+"""Number of undamaged chunks to audit; a tenth of them also in every 8-bit codec."""
 CLEAN_MAX = 0.5
 """Largest share of its codec's tolerance that a sound chunk may reach."""
 NOISE = 0.2
@@ -102,7 +102,7 @@ class Watched:
     fall: float
     """Points of exact match against undamaged blends of the same prompts."""
     by_answers: int | None
-    """Served blends until comparing answers closed blending; None where it did not."""
+    """Served blends until the comparison of answers closed blending; None if it did not."""
     by_audits: int | None
     """The same for audits of stored chunks."""
 
@@ -186,7 +186,8 @@ def measure(setup: Setup) -> list[Figure]:
 
 
 def _watch_damages(setup: Setup) -> tuple[dict[str, Watched], Figure]:
-    """What each damage did, and how far sound chunks are from theirs."""
+    """Measure the effect of each kind of damage, and the errors of undamaged chunks relative to their
+    tolerance."""
     others = {} if setup.quick else {name: _frames_of(setup, alter) for name, alter in CHECKPOINTS.items()}
     url, store = _fresh_store()
     with trained(setup, url=url) as running:
@@ -357,7 +358,7 @@ def _altered(setup: Setup, alter: Callable[[Path], None]) -> Setup:
 
 
 def _another_checkpoint(setup: Setup, alter: Callable[[Path], None]) -> int | None:
-    """Chunks of one checkpoint, an engine of another that looks the same."""
+    """Serve chunks of one checkpoint with an engine of another checkpoint of the same shape."""
     url, store = _fresh_store()
     with trained(setup, url=url) as running:
         binding, cases = running.binding, _cases(running)
@@ -377,7 +378,7 @@ def _other_rope(folder: Path) -> None:
 
 
 def _other_weights(folder: Path) -> None:
-    """The same shapes, another training: as near as a copy can come, values rolled by one row."""
+    """The same shapes with other weights: each tensor's values are rolled by one row."""
     _rewrite_weights(folder, lambda tensor: tensor.roll(1, 0))
 
 
@@ -397,7 +398,7 @@ def _rewrite_weights(folder: Path, change: Callable[[torch.Tensor], torch.Tensor
 
 
 def _stale_evidence(setup: Setup) -> int | None:
-    """What blends is not what the evidence is about: an earlier check layer."""
+    """A configuration that the evidence does not cover: an earlier check layer."""
     url, store = _fresh_store()
     with trained(setup, url=url) as running:
         cases = _cases(running)

@@ -28,7 +28,7 @@ def engine(
     **vllm_args: Any,
 ) -> Iterator[LocalEngine]:
     say(f"starting {shape}{'' if plugin else ' without the plugin'}")
-    # Patient: a busy machine must not turn into declined blends.
+    # Long deadlines, so that a busy machine does not cause declined blends.
     patience = {"lookup_deadline_ms": 30_000, "layer_deadline_ms": 30_000}
     config = {
         "store": f"ram://bench-{shape}",
@@ -62,5 +62,5 @@ def cold(running: LocalEngine, prompt: Prompt) -> Generation:
 
 
 def use_check_layer(running: LocalEngine, check_layer: int) -> None:
-    """Plan with another check layer: a setting of the engine, changed between requests to interleave."""
+    """Change the engine's check layer between requests, so that configurations can be interleaved."""
     running.plan_with(Selection(0.15, check_layer=check_layer))

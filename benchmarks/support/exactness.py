@@ -59,7 +59,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def _two_ranks(shape: str) -> tuple[float, bool]:
-    """The same with TP = 2 over a gRPC shard, in a process of its own: workers are spawned."""
+    """The same with TP = 2 over a gRPC shard, in a separate process, because workers are spawned."""
     command = [sys.executable, "-m", "tests.integration.engine.tensor_parallel", shape]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True)

@@ -115,8 +115,8 @@ def compare(
     reference: Sequence[float],
     largest_wins: bool = False,
 ) -> list[Figure]:
-    """The share of the reference that each selector has, and first that of the one which was best where
-    configurations were chosen. Its detail names the order on the judged prompts, and the first one's lead."""
+    """Return each selector's share of the reference, first that of the selector that was best on the choosing
+    prompts. Its detail names the order on the judged prompts and the lead of the first."""
     values = {selector: measured(scores[selection]) for selector, selection in picks.items()}
     shares = {selector: ratio_bootstrap(mine, reference) for selector, mine in values.items()}
     order = sorted(picks, key=lambda selector: shares[selector].mean, reverse=largest_wins)

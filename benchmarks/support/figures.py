@@ -56,7 +56,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """The processor in words; what a result is worth depends on it."""
+    """The name of the processor, on which results depend."""
     names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     flags = next((line for line in _cpuinfo() if line.startswith("flags")), "")
     extras = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
@@ -89,7 +89,7 @@ def report(
 ) -> None:
     """Print the table, keep the result as `results/SAVE_AS.json` where given, print the JSON object last.
     ``oldest``: the commit of the oldest part, if not everything was measured now."""
-    # Not above: `make gpu` takes figures from here where torch alone is installed.
+    # Imported here, because `make gpu` uses this module with only torch installed.
     from rich.console import Console
     from rich.table import Table
 

@@ -20,7 +20,7 @@ CONTROLLED = {"store": STORE, "loading_controller": True, "ratio": 0.15}
 RAM_BYTES_PER_S = 1e12
 QUESTION = 40
 TAUGHT = 3
-"""Requests that teach a changed store's speed and are not counted."""
+"""Requests with which the controller learns a store's changed speed. They are not counted."""
 RATIOS = (None, 0.05, 0.15, 0.3, 0.5)
 
 
@@ -30,7 +30,7 @@ class Scale:
 
     chunk_tokens: int
     requests: int
-    """Per speed of the store."""
+    """Number of requests per speed of the store."""
     repetitions: int
 
     @staticmethod

@@ -17,9 +17,9 @@ MISSED = "missed"
 UNACCOUNTED = "unaccounted for"
 
 FOUND = (LOADED, CACHED, RECOMPUTED, PREFILLED)
-"""The store or the engine had them: nothing was computed for want of a chunk."""
+"""Parts that count as found: the store or the engine had the tokens."""
 REFUSALS = ("loading_is_slower", "blending_is_slower")
-"""Reasons of the loading controller for prefilling a prompt whose chunks are there."""
+"""Reasons for which the loading controller prefills a prompt although its chunks are stored."""
 
 
 def divide(spans: Sequence[Span], accounting: Mapping[str, Any]) -> Counter[str]:

@@ -31,7 +31,7 @@ from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
 
 PAUSE_S = 5.0
-"""Between two prompts of the client."""
+"""Pause between two prompts of the client."""
 TESTBED_FROM = 700_000
 PROMPTS_MAX = 150
 SERVE_S = 5.0
@@ -45,13 +45,13 @@ THREADS = {"OMP_NUM_THREADS": "2"}
 BARS = {("smollm2-135m", 1200): 6.0, ("smollm2-135m", 3600): 15.0, ("qwen2.5-coder-0.5b", 1200): 20.0}
 """Minutes by model and tokens of a prompt."""
 COMPARED = 8
-"""Prompts that are sent both ways after the first blend."""
+"""Number of prompts that are sent in both ways after the first blend."""
 DELAY_BLOCKS, DELAY_EACH = 3, 8
 DRAIN_S = 45.0
 """Longest wait for the last comparisons of a block."""
 CHEAP = 0.25
 TOO_MUCH = "too much to pass"
-"""Part of the progress where the next configuration does not pass."""
+"""Text in the progress if the next configuration does not pass."""
 ANSWER_TOKENS = 32
 
 
@@ -121,7 +121,8 @@ def _generate(client: Client, question: Question, **more: Any) -> tuple[float, d
 
 
 def measure(setup: LiveSetup) -> list[Figure]:
-    """The time until the first blend, and how much sooner blends of the same prompts begin."""
+    """Measure the time until the first blend, and TTFT of full prefill ÷ that of blends of the same
+    prompts."""
     if not _has_prompts(setup):
         return []
     questions = _questions(setup)

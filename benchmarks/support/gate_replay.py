@@ -1,8 +1,8 @@
 """Replays the gate's decisions on recorded outcomes of real models (`outcomes.py`).
 
 Streams draw recorded prompts with replacement, so the truth about every configuration is known: its mean loss
-over the records. Worlds are made worse where a figure needs it: a configuration is brought exactly to the
-limit by mixing in prompts that lose everything.
+over the records. If a figure needs a configuration exactly at the limit, prompts that lose everything are
+mixed into its records.
 
 `power` runs the product's own code (`quality.stream.choose_trials`, `quality.reports.ReportKeeper`). The
 false openings of a life of 10,000 requests are replayed on arrays with the same wealth as `Tally.log_wealth`.
@@ -55,7 +55,7 @@ TALLY_MAX = 1001
 """Pairs that set a trip limit. It hardly changes afterwards, and a tally of many is slow to add to."""
 CLEAN = 20_000
 DROP = 0.05
-"""Drop of agreement that has to trip."""
+"""Drop of agreement that must cause a trip."""
 BINDING = Binding("00" * 16, "prefix", "raw")
 VERSIONS = "replay"
 Floats = NDArray[np.float64]
@@ -174,12 +174,12 @@ def count_foreign_opens(
 
 @dataclass(frozen=True)
 class Search:
-    """What one stream found."""
+    """The result of one stream."""
 
     first_open: int | None
     """Pairs until anything passed."""
     passed: tuple[Selection, ...]
-    """What passed within `PAIRS` prompts."""
+    """Configurations that passed within `PAIRS` prompts."""
 
 
 def run_search(world: World, quality: Quality, seed: int) -> Search:
@@ -261,7 +261,8 @@ def less_agreement(other: Sequence[Deviation], drop: float, seed: int) -> Callab
 
 
 def survives_upgrade(quality: Quality) -> bool:
-    """Whether a report that opened under other versions still opens, on probation, and 32 pairs end it."""
+    """Test whether a report that opened under other versions still opens on probation, and whether 32 pairs
+    end the probation."""
     keeper = ReportKeeper(None, BINDING, "kintsugi 0.1.0, vllm 0.32.0", quality)
     cell, source = Cell.of(False, 1000), source_of("replayed")
     good = Tally.of(Deviation(0.0005, 0.0), 0.5, [200] * 6)

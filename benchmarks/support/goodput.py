@@ -1,6 +1,6 @@
 """Measures the goodput of the two servers: answers per second whose first token came in time.
 
-What makes a rate count:
+Conditions for a rate to count:
 
 - **In time is stated in seconds**, the same for both servers, and not derived from either.
 - **A rate has at least `GoodputPlan.requests` requests**, at Poisson arrivals, and each server is measured at
@@ -48,7 +48,7 @@ class GoodputPlan:
     settings: tuple[int, ...]
     """Values of vLLM's `max_num_batched_tokens` to choose from."""
     selector: SelectorName = SelectorName.QUERY
-    """With which our server chooses the tokens that it recomputes."""
+    """The selector of our server."""
 
 
 FULL = GoodputPlan(
@@ -123,7 +123,7 @@ def measure(
     batched_tokens: int,
     capacities: Mapping[str, float],
 ) -> list[Load]:
-    """Every rate of those servers that have `names`, in turns."""
+    """Measure every rate of the servers in `names`, in turns."""
     loads = []
     for step, share in enumerate(plan.loads_of_capacity):
         for server in servers:
@@ -191,6 +191,6 @@ def figures_of(loads: Sequence[Load], slo_s: float, bar: float | None, cpu_bar: 
 
 
 def best_of(loads: Sequence[Load], server: str) -> Load | None:
-    """The server's steady load with the most goodput; None if it kept up with none."""
+    """The server's steady load with the most goodput; None if no load was steady."""
     steady = [load for load in loads if load.server == server and load.is_steady]
     return max(steady, key=lambda load: load.goodput_per_s, default=None)

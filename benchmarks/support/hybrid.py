@@ -34,7 +34,8 @@ def hybrid_model_once() -> Path:
 
 
 def measure(setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:
-    """`hybrid_kl_share`, `hybrid_answers_share`, and what they rest on. `setup.model` is the hybrid."""
+    """Return `hybrid_kl_share`, `hybrid_answers_share`, and the figures that they are computed from.
+    `setup.model` is the hybrid."""
     with trained(setup, **NO_PREFIX_CACHE) as running:
         asked = testbed.questions(tasks, testbed.CHOSEN_FROM, min(CHOSEN_ON, setup.chosen_on))
         best = choose(setup, bench_of(running, testbed.cases(running, asked)), running.num_layers)

@@ -22,7 +22,7 @@ class IdleConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[
     request_finished_all_groups = request_finished
 
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to load, to save or to wait for."""
+        """Do nothing: there is nothing to load, save or wait for."""
 
     update_state_after_alloc = _do_nothing
     start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _do_nothing

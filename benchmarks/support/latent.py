@@ -65,7 +65,8 @@ def choose(setup: Setup, bench: Bench, num_layers: int) -> Selection:
 
 
 def measure(setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:
-    """`mla_kl_share`, and what it rests on. `setup.model` is the model with latents."""
+    """Return `mla_kl_share`, and the figures that it is computed from. `setup.model` is the model with
+    latents."""
     with trained(setup) as running:
         asked = testbed.questions(tasks, testbed.CHOSEN_FROM, setup.chosen_on)
         best = choose(setup, bench_of(running, testbed.cases(running, asked)), running.num_layers)

@@ -23,7 +23,8 @@ BLENDS = 4
 ROWS = (75, 150, 300, 600)
 REPETITIONS = 5
 LAYERS = 8
-"""As many sets of weights in turn, 200 MB: as in a model, a call does not find its own in a cache."""
+"""Number of sets of weights that are used in turn, 200 MB: as in a model, a call does not find its weights in
+the CPU's cache."""
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -47,7 +48,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 class _Layer:
-    """What a decoder layer computes for each token alone."""
+    """The part of a decoder layer that works on each token alone."""
 
     def __init__(self, shape: ModelShape, generator: torch.Generator) -> None:
         heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -71,7 +72,8 @@ class _Layer:
 def _compare(
     layers: Sequence[_Layer], tokens: torch.Tensor, repetitions: int
 ) -> tuple[list[float], list[float]]:
-    """CPU seconds a layer, in turns: one call for each blend's tokens, and one for all."""
+    """CPU seconds per layer, measured in turns: with one call for each blend's tokens, and with one call for
+    all."""
     parts = tokens.chunk(BLENDS)
     apart, shared = [], []
     for repetition in range(repetitions + 1):

@@ -85,7 +85,7 @@ def _of_hanging(requests: int) -> list[Figure]:
 
 
 def _opened(prompt: ChunkPrompt, generator: random.Random, asks: bool) -> Prompt:
-    """The prompt after tokens of its own."""
+    """Return the prompt, preceded by tokens that no other prompt has."""
     opening = tokens(OPENING, generator)
     token_ids = [*PREFIX, *opening, *prompt.token_ids[len(PREFIX) :]]
     spans = tuple(Span(span.start + OPENING, span.end + OPENING) for span in prompt.spans)
@@ -131,7 +131,7 @@ def _compared(running: LocalEngine, name: str, reason: str, requests: int, bar: 
 
 
 def _ratios(name: str, ours: list[float], plain: list[float], bar: float | None) -> list[Figure]:
-    """With the interval that holds 95 % of what resampled pairs give."""
+    """With a 95 % interval from resampled pairs."""
     figures = []
     for percentile in (50, 95):
         ratio = metrics.resample(list(zip(ours, plain, strict=True)), partial(_ratio, percentile))

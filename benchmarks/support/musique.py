@@ -13,13 +13,14 @@ MUSIQUE = Path(__file__).resolve().parents[3] / "shared/data/musique_s.json"
 
 @functools.cache
 def passages() -> list[str]:
-    """Its distinct ones."""
+    """The distinct passages."""
     questions = json.loads(MUSIQUE.read_text())
     return list(dict.fromkeys(ctx["text"] for question in questions for ctx in question["ctxs"]))
 
 
 def measurable(names: Sequence[str], without: Sequence[str], path: Path = MUSIQUE) -> list[str]:
-    """Those of `names` that can be measured here; `without` need no passages. Says what is left out."""
+    """Return the names that can be measured here; those in `without` need no passages. Prints which are left
+    out."""
     if path.exists():
         return list(names)
     left_out = [name for name in names if name not in without]

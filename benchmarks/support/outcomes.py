@@ -44,7 +44,7 @@ RECORDED = (*LADDER, Selection(0.0))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one configuration did, one value a prompt."""
+    """The outcomes of one configuration, one value per prompt."""
 
     __pydantic_config__ = STRICT
 
@@ -71,7 +71,7 @@ class Records:
 
 
 def path_of(model: str, prompts: str) -> Path:
-    """Where the records of a model on one kind of prompts are kept."""
+    """Return the file of a model's records on one kind of prompts."""
     return RESULTS / f"outcomes-{model}-{prompts}.json.gz"
 
 

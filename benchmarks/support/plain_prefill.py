@@ -1,8 +1,8 @@
 """Runs vLLM without the plugin in a separate process, which prefills chunks on request.
 
-It loads the same checkpoint with the same arguments as a precompute worker, and keeps vLLM's prefix caching
-as it comes. While it is not asked, it sleeps: two engines can so take turns on one machine, and whatever else
-the machine does meanwhile hits both alike.
+It loads the same checkpoint with the same arguments as a precompute worker, with vLLM's default prefix
+caching. Between requests it sleeps, so two engines can take turns on one machine, and other load on the
+machine affects both equally.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kintsugi.engine.local import LocalEngine, Prompt
 
 
 class PlainPrefill:
-    """The parent's end. A context manager; the engine is up and warm once it is entered."""
+    """The parent's side. A context manager; inside it, the engine is started and warm."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class PlainPrefill:
         prefix: Sequence[int],
         batches: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        """``batches``: chunks' token ids, as they are to be given to vLLM at once, each after the prefix."""
+        """``batches``: chunks' token ids in batches for vLLM, each chunk after the prefix."""
         self._prefix = list(prefix)
         self._batches = list(batches)
         self._next = 0
@@ -53,7 +53,7 @@ class PlainPrefill:
         self._process.communicate()
 
     def turn(self, tokens: int, measured: bool) -> None:
-        """Go on until `tokens` are prefilled in all, whole batches at a time; passed over if not measured."""
+        """Prefill whole batches until `tokens` are prefilled in all. If not measured, skip them."""
         while self._reached < tokens and self._next < len(self._batches):
             batch = self._batches[self._next]
             self._next += 1

@@ -111,7 +111,7 @@ def batched(pending: Sequence[PendingChunk]) -> int:
 
 
 def looked_up(store: ChunkStore, url: str, count: int) -> tuple[float, float]:
-    """CPU seconds for `count` keys that are not there, and for as many that are."""
+    """CPU seconds for `count` missing keys, and for `count` stored ones."""
     chunks = [
         PendingChunk(ChunkKey.of(SPACE, [n]), pack_tokens(token_bytes([n])), 1) for n in range(LOOKUP_KEYS)
     ]

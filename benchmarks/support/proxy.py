@@ -1,4 +1,5 @@
-"""A TCP proxy on loopback that can hang, as a store does whose process or network stops in midstream."""
+"""A TCP proxy on loopback that can hang, like a store whose process or network stops in the middle of a
+stream."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ PIECE = 1 << 16
 
 
 class HangingProxy:
-    """Forwards connections to one address, and counts what comes back.
+    """Forwards connections to one address, and counts the bytes that come back.
 
     After `hang_after`, it stops in the middle of the answer: nothing is forwarded any more in either
     direction, on no connection. Connections stay open, and new ones are accepted and not answered.

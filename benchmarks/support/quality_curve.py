@@ -35,7 +35,7 @@ HKVD = (SelectorName.HKVD, SelectorName.HKVD_GRADUAL)
 
 @dataclass
 class Setup:
-    """What every section measures with."""
+    """The inputs of every section."""
 
     model: Path
     quick: bool
@@ -66,7 +66,7 @@ def trained(
 
 
 def bench_of(running: LocalEngine, cases: Sequence[Case]) -> Bench:
-    """With its chunks stored."""
+    """A prompt whose chunks are stored."""
     bench = Bench(running, cases, max_tokens=1, batch=BATCH)
     bench.store_chunks()
     return bench
@@ -102,7 +102,8 @@ def fit_name(bench: Bench, family: Selection, work: PassWorkload, budget: float)
 
 
 def at_budget(family: Selection, work: PassWorkload, budget: float) -> Selection | None:
-    """The largest ratio whose predicted cost fits; None where not even a small one does. Bisection."""
+    """Find by bisection the largest ratio whose predicted cost fits; None if even a small one does not
+    fit."""
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2

@@ -2,7 +2,8 @@
 
 Each query takes some of the documents in an order of its own, so that a prefix cache alone finds little. Both
 servers get every query, in turns, and a query that begins with each document before anything is counted.
-What could wear off: chunks evicted or quarantined, a controller that learns wrongly, memory that grows.
+Reuse could decline because chunks are evicted or quarantined, the controller learns wrong costs, or memory
+grows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class ReusePlan:
     shape: str
     """The model: small, because both servers answer every query."""
     kv_cache_bytes: int
-    """vLLM's, for ten prompts, as the other parts have with their model."""
+    """Size of vLLM's KV cache: room for ten prompts, as in the other sections."""
     small_ram_gib: float
     """Memory of a store that holds about half of the documents, and no disk."""
 

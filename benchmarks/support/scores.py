@@ -1,4 +1,4 @@
-"""Statistics of the scores that several benchmarks report."""
+"""Computes statistics of scores for several benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of a benchmark that consists of sections, each of them a measurement of its own."""
+"""The command line of a benchmark that consists of independent sections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure(
 ) -> None:
     """Call the sections that were asked for with ``given``, and report with ``config`` as it is then.
 
-    Where one fails, what was measured before it is reported, and the process ends with its error."""
+    If a section fails, the earlier results are reported, and the process ends with its error."""
     chosen = arguments.only.split(",") if arguments.only else list(sections)
     if unknown := [section for section in chosen if section not in sections]:
         sys.exit(f"--only {','.join(unknown)}: the sections are {', '.join(sections)}")

@@ -34,16 +34,16 @@ START_S = 300.0
 STOP_S = 60.0
 _CORES = sorted(os.sched_getaffinity(0))
 SERVER_CORE, CLIENT_CORE = _CORES[0], _CORES[:2][-1]
-"""The first two that this process may use; the same one twice where it may use one alone."""
+"""The first two cores that this process may use; the same one twice if there is only one."""
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}\n\n{% endfor %}"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", BIND: "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
-"""One compute thread each, and no binding of vLLM's: it would leave the core that the server is pinned to."""
+"""One compute thread each, without vLLM's binding, which would move it off the server's core."""
 REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What both servers have in common, and what only ours needs."""
+    """Settings of both servers, and those that only ours needs."""
 
     shape: str
     max_model_len: int
@@ -111,7 +111,7 @@ class Server:
         return found[0]
 
     def metric(self, line: str) -> float:
-        """A series of the gateway's, 0 where it is not there yet."""
+        """The value of one of the gateway's series; 0 if it does not exist yet."""
         text = httpx.get(f"{self.endpoint.url.removesuffix('/v1')}/metrics", timeout=30).text
         found = [entry for entry in text.splitlines() if entry.startswith(line)]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
@@ -162,7 +162,7 @@ def plain_server(
     command += ["--port", str(port), "--model", str(model), "--served-model-name", NAME, "--enforce-eager"]
     command += ["--dtype", setting.dtype, "--max-model-len", str(setting.max_model_len)]
     command += ["--kv-cache-memory-bytes", str(setting.kv_cache_bytes), "--disable-uvicorn-access-log"]
-    # As our engines have it: a worker's process of its own would take turns with the core's.
+    # As in our engines: a separate worker process would compete with the core's process.
     command += ["--distributed-executor-backend", UNIPROC]
     for name, value in setting.vllm.items():
         command += [f"--{name.replace('_', '-')}", str(value)]

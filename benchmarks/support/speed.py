@@ -50,7 +50,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def _sample(running: LocalEngine, prompt: ChunkPrompt, repetitions: int) -> dict[str, list[float]]:
-    """Seconds by method; `cost_METHOD` holds cost shares, `forward` the engine's own last step."""
+    """Seconds by method; `cost_METHOD` holds costs, `forward` the seconds of the engine's own last step."""
     others = ("cost_r15", "cost_r15_narrow", "cost_r15_query", "forward", "first_load")
     samples: dict[str, list[float]] = {name: [] for name in (*(method[0] for method in METHODS), *others)}
     # Unmeasured: the first call of each shape prepares kernels.
@@ -85,7 +85,8 @@ def _speedup(samples: dict[str, list[float]], name: str, method: str, bar: float
 
 
 def _against_bound(samples: dict[str, list[float]], full: float, quick: bool) -> list[Figure]:
-    """What the configuration allows: first load + cost share of a full prefill + the engine's last step."""
+    """The best possible TTFT of the configuration: first load + cost share of a full prefill + the engine's
+    last step."""
     cost, forward = samples["cost_r15"][0], statistics.median(samples["forward"])
     bound_s = statistics.median(samples["first_load"]) + cost * full + forward
     share = bound_s / statistics.median(samples["r15"])

@@ -4,9 +4,9 @@
 
 A result says which benchmark made it and on which commit. It is *stale* if something that it depends on has
 changed since: a file of the packages in `DEPENDS_ON`, its script, or what the script imports of benchmarks
-and tests, where most of what measures lies. A commit that ends in `+` had further changes that nobody can see
-any more; the result is judged by the commit, and says so. A result whose commit or benchmark is not known is
-`unknown`. Exits with 0 whatever it finds: figures may be old, as long as that can be seen.
+and tests, which hold most of the measuring code. A commit that ends in `+` had further changes that were not
+committed; the result is judged by the commit, and the verdict says so. A result whose commit or benchmark is
+not known is `unknown`. Exits with 0 whatever it finds: figures may be old, as long as that can be seen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULTS = Path("benchmarks/results")
 _BLEND = ("core", "fusor", "engine", "models", "discovery")
 _STORE = ("store",)
 _RAM_STORE = ("store/client", "store/protocol")
-"""Of engines whose chunks lie in their own process."""
+"""For engines that keep chunks in their own process."""
 _SERVICE = (*_BLEND, *_STORE, "gateway", "serving", "sdk", "precompute", "quality")
 
 DEPENDS_ON: Mapping[str, Sequence[str]] = {
@@ -61,7 +61,7 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
 }
 """The packages that a benchmark's figures depend on, by its name in results."""
 FOLDERS = {"kintsugi_operator": "operators/kintsugi_operator", "checkpoints": "checkpoints"}
-"""Where a package lies that is not in `services/kintsugi`."""
+"""Paths of packages outside `services/kintsugi`."""
 SCRIPTS = {
     # A folder: parts of it run as processes of their own, which no import shows.
     "gpu": "benchmarks/gpu",
@@ -69,7 +69,7 @@ SCRIPTS = {
 }
 """What makes a result; by default the script of that name in `benchmarks`."""
 MEASURING = ("benchmarks", "tests")
-"""Packages beside the product, of which a script's imports count."""
+"""Packages outside the product; what a script imports from them counts."""
 REPORTING = frozenset({"benchmarks/support/figures.py", "benchmarks/support/sections.py"})
 """Every script imports them, and they measure nothing: a new column would make every result stale."""
 

@@ -1,4 +1,4 @@
-"""Write docs/SUPPORT.md from what was run: `make support [TESTS=FILE]`; `--check` compares it.
+"""Writes docs/SUPPORT.md from results: `make support [TESTS=FILE]`; `--check` compares the page with them.
 
     python benchmarks/architectures.py --save
     KINTSUGI_SUPPORT_JSON=support.json python -m pytest
@@ -97,7 +97,7 @@ KINDS = {
     "moe": "experts",
     "hybrid": "recurrent layers",
 }
-"""What a row stands for, by the words of benchmarks/support/architectures/catalogue.py."""
+"""Descriptions of the properties in benchmarks/support/architectures/catalogue.py."""
 
 HEAD = f"""\
 # Support
@@ -285,7 +285,7 @@ def render_page(matrix: MatrixResult, evidence: Evidence) -> str:
 
 
 def _commits(matrix: MatrixResult) -> list[str]:
-    """The commits that rows were found at, each with the number of its rows; those of most rows first."""
+    """The commits at which rows were measured, each with its number of rows, the largest first."""
     counts = Counter(row.get("commit") or matrix.commit for row in matrix.rows)
     return [f"commit {commit} ({count} rows)" for commit, count in counts.most_common()]
 

@@ -18,7 +18,7 @@ TASKS = CROSS_CHUNK_TASKS
 CONTROL = CONTROL_TASK
 JUDGED_FROM = 0
 CHOSEN_FROM = 100_000
-"""Configurations are chosen on these, so that the best of many is not best by luck where it is judged."""
+"""Configurations are chosen on these, so that the choice does not depend on the judging questions."""
 WATCHED_FROM = 300_000
 
 
@@ -41,7 +41,7 @@ def questions(tasks: Sequence[str], first: int, count: int, shape: Shape = EVAL_
 
 
 def cases(running: LocalEngine, asked: Sequence[Question]) -> list[Case]:
-    """As this engine sees them; every one has to fit."""
+    """The questions as this engine tokenises them; every one must fit."""
     form = PromptForm.of(running.tokenizer)
     found, warnings = tokenize_questions(asked, form, running.max_model_len, 1)
     dropped = [warning for warning in warnings if "left out" in warning]

@@ -22,7 +22,8 @@ CHUNKS, QUESTION = 6, 40
 
 
 def ttft_ssd_vs_ram(quick: bool) -> list[Figure]:
-    """RAM has room for one prompt's chunks: reading another's moves them out, a blend brings them back."""
+    """RAM has room for one prompt's chunks: reading another prompt's chunks evicts them, and a blend loads
+    them again."""
     repetitions, tokens = (3, 160) if quick else (7, 512)
     prompt, other = (ChunkPrompt.make([tokens] * CHUNKS, QUESTION, seed=seed) for seed in (41, 42))
     size_mib = CHUNKS * tokens * 32 // 1024 + 2  # 32 KiB a token; no room for a seventh

@@ -1,4 +1,4 @@
-"""What models that are made from the bundled one have in common: their names, files and command."""
+"""Code for models that are made from the bundled one: their names, files and command."""
 
 from __future__ import annotations
 

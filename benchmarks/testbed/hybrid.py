@@ -30,12 +30,12 @@ from benchmarks.testbed.train import forward_loss, make_batch
 from kintsugi.models.bundled import bundled_checkpoint
 
 VERSION = 1
-"""Raised when the same steps give other weights."""
+"""Increase this when the same steps give other weights."""
 ATTENDING = (1, 4)
 """Layers that keep their attention. Without it in layer 1 the bundled model resolves no reference, without it
 in both no question; the other layers' attention it hardly uses, but the first's, which is local."""
 HEADS, WIDTH, STATE, TAPS = 6, 64, 32, 4
-"""Of Mamba-2: heads, their width, width of the state, taps of the convolution."""
+"""Sizes of Mamba-2: number of heads, their width, width of the state, taps of the convolution."""
 INNER = HEADS * WIDTH
 FIRST_STEPS, FIRST_RATE = 150, 3e-3
 """Steps in which the first layer alone learns what its attention gave."""

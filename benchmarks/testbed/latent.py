@@ -32,7 +32,7 @@ from benchmarks.testbed.train import Muon, forward_loss, learning_scale, make_ba
 from kintsugi.models.bundled import bundled_checkpoint
 
 VERSION = 1
-"""Raised when the same steps give other weights."""
+"""Increase this when the same steps give other weights."""
 RANK, ROTARY = 512, 64
 """Widths of the latent and of the rotary key: those that vLLM's CPU kernels know."""
 STEPS = 240

@@ -179,8 +179,8 @@ MATCH_GAIN = 1.9
 COPY_GAIN = 2.0
 """How strongly the heads of one key head together pass on what they attend to."""
 NORM_GAIN = 1.75
-"""Weight of a QK-norm where matching heads compare. The norm takes away how long queries and keys are; with
-this weight a match scores as in a model without the norm."""
+"""Weight of a QK-norm in the channels that matching heads compare. The norm takes away how long queries and
+keys are; with this weight a match scores as in a model without the norm."""
 HEAD_GAIN = 0.05
 RESOLVING = ((1, (0, 1)), (2, (0, 1)))
 """(layer, key heads) that start by attending from a word to what followed an earlier mention of it."""

@@ -1,4 +1,4 @@
-"""What decides a trained model: its architecture, the curriculum, the learning rates and the seed.
+"""Everything that determines a trained model: architecture, curriculum, learning rates and seed.
 
 The same recipe, code and torch give the same weights on one kind of processor with one thread. Training for a
 given time (`--minutes`) does not, and `--compile` rounds differently.
@@ -66,7 +66,7 @@ class Rates:
 
 
 VERSION = 1
-"""Raised when the same recipe gives other weights, so that older cached models are not used."""
+"""Increase this when the same recipe gives other weights, so that older cached models are not used."""
 
 
 @dataclass(frozen=True)

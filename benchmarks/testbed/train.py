@@ -69,7 +69,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """One update at a learning rate; gradients must be there."""
+        """One update at a learning rate; gradients must have been computed."""
         for writer in self.writers:
             writer.mul_(1.0 - rate * self.decay)
         for shape, group in self.groups.items():
@@ -138,7 +138,7 @@ def make_batch(stage: Stage, first_seed: int, vocabulary: dict[str, int]) -> Bat
 
 @dataclass(frozen=True)
 class Forward:
-    """What one forward pass gave: the loss, and how many answers and references were right."""
+    """The result of one forward pass: the loss, and the number of right answers and references."""
 
     loss: Tensor
     answers_right: int
@@ -205,7 +205,7 @@ def scheduled(stages: Sequence[Stage], minutes_max: float | None) -> Iterator[tu
 
 
 def save(path: Path, model: TinyModel, muon: Muon, adam: torch.optim.Optimizer, step: int, seed: int) -> None:
-    """Writes everything a later run needs to go on."""
+    """Writes everything that a later run needs to continue."""
     state = {
         "model": model.state_dict(),
         "shape": asdict(model.shape),

@@ -1,8 +1,8 @@
-"""Which architectures are tried: one tiny model for each class of vLLM's registry that has a config here.
+"""The architectures to test: one tiny model for each class of vLLM's registry that has a config here.
 
 Every entry says only how its config differs from `checkpoints.TINY`. Entries come in three lists: `BLENDED`
-are those that should blend, with everything that is checked of them; `OTHERS` and `STAND_INS` are asked
-once each, because a class must either be exact or say why it is not.
+should blend and get every check; `OTHERS` and `STAND_INS` are tested once each, because a class must either
+be exact or be declined with a reason.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ class Architecture:
     changes: Changes = field(default_factory=dict)
     """Config fields that differ from `checkpoints.TINY`."""
     shows: frozenset[str] = frozenset()
-    """What it stands for: sinks, mla, nope, partial, longrope, backend, vision, geometry, window, moe, or
-    hybrid."""
+    """The property that it represents: sinks, mla, nope, partial, longrope, backend, vision, geometry,
+    window, moe, or hybrid."""
     ranks: bool = True
     """Whether two tensor-parallel ranks can share its heads."""
     pretrained: str = ""
     """A model with real weights, by its name in `kintsugi.models.reference`; empty: random ones."""
     referred: Changes = field(default_factory=dict)
-    """Config fields of which transformers' class needs another value to compute what vLLM's computes."""
+    """Config fields that need another value in transformers' class, so that it computes the same as
+    vLLM's."""
     zeroed: str = ""
-    """What the names of parameters contain that stay zero, because vLLM leaves them out on a CPU."""
+    """Parts of the names of parameters that stay zero, because vLLM leaves them out on a CPU."""
     dtype: str = "float32"
-    """In which vLLM computes all but the check of bfloat16."""
+    """The dtype in which vLLM computes all checks except that of bfloat16."""
     arguments: Changes = field(default_factory=dict)
-    """vLLM's arguments without which it does not compute this class on a CPU."""
+    """Arguments that vLLM needs to compute this class on a CPU."""
     stand_in: bool = False
-    """Whether transformers has no such model, or one that differs: vLLM's class gets random weights, and
-    nothing to refer to."""
+    """Whether transformers has no such model, or a different one: vLLM's class gets random weights and is not
+    compared with a reference."""
 
     @property
     def model_class(self) -> str:
@@ -61,7 +62,7 @@ def _rope(rope_type: str = "default", theta: float = 10_000.0, **values: Any) ->
     return {"rope_type": rope_type, "rope_theta": theta, **values}
 
 
-# vLLM's class lets a token of these see as many tokens before it, transformers' one fewer.
+# In vLLM's class, a token in such a layer attends to one token more than in transformers'.
 _COHERE_WINDOW = {"sliding_window": 201}
 _LONG_FACTORS: dict[str, Any] = {
     "short_factor": [1.0] * 12,
@@ -90,7 +91,7 @@ _MIMO_V2: dict[str, Any] = {
     "layernorm_epsilon": 1e-5,
     "v_head_dim": 32,
     "swa_num_attention_heads": 4,
-    # Twice those of the other layers: transformers' class knows no other number.
+    # Twice those of the other layers: transformers' class allows no other number.
     "swa_num_key_value_heads": 4,
     "swa_head_dim": 32,
     "swa_v_head_dim": 32,
@@ -105,8 +106,8 @@ _VISION = {
     "patch_size": 14,
     "deepstack_visual_indexes": [],
 }
-# Published checkpoints of DeepSeek rotate so, too. With the default rotation, vLLM's CPU kernel turns other
-# elements than those of the rotary key: it takes the tensor's strides for those of two dimensions.
+# Published checkpoints of DeepSeek rotate so, too. With the default rotation, vLLM's CPU kernel rotates
+# elements outside the rotary key, because it treats the tensor's strides as those of two dimensions.
 _LATENT_ROPE = _rope(
     "yarn",
     factor=4.0,
@@ -120,7 +121,8 @@ _LATENT: dict[str, Any] = {
     "head_dim": None,
     "num_key_value_heads": 4,
     "first_k_dense_replace": 1,
-    # All of them: vLLM rounds a decoded token otherwise than a prefilled one, which can choose other experts.
+    # All experts: vLLM rounds a decoded token differently from a prefilled one, which can select other
+    # experts.
     "num_experts_per_tok": 8,
     "n_group": 1,
     "topk_group": 1,
@@ -128,12 +130,12 @@ _LATENT: dict[str, Any] = {
 }
 # What published configs say beside transformers' fields; vLLM assumes otherwise.
 _SIGMOID_ROUTER: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-# In bfloat16, vLLM's own two best tokens have one logprob at the second token with other weights: with these,
-# answers can be compared for longer.
+# With other weights, vLLM's two best tokens tie in bfloat16 at the second token; with these, longer answers
+# can be compared.
 _UNTIED: dict[str, Any] = {"n_shared_experts": 2}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
 
-# vLLM's rotation kernel on a CPU takes LFM2's keys, which it passes by head, for ones without heads.
+# vLLM's CPU rotation kernel treats LFM2's keys, which have a dimension of heads, as keys without heads.
 _LFM2: dict[str, Any] = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 _LFM2_FIELDS: dict[str, Any] = {
     "layer_types": ["conv", "full_attention"] * 2,
@@ -143,10 +145,10 @@ _LFM2_FIELDS: dict[str, Any] = {
     "block_multiple_of": 256,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
-    # vLLM knows no head beside the embeddings.
+    # vLLM's class has no head that is separate from the embeddings.
     "tie_word_embeddings": True,
 }
-# vLLM's Mamba-2 on a CPU fails with prefix caching: its scan does not return the states between.
+# vLLM's Mamba-2 on a CPU fails with prefix caching: its scan does not return states from inside a step.
 _MAMBA2: dict[str, Any] = {"enable_prefix_caching": False}
 _NEMOTRON_H: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"],
@@ -156,7 +158,7 @@ _NEMOTRON_H: dict[str, Any] = {
 }
 # transformers' class clamps time steps, vLLM's does not.
 _UNCLAMPED: dict[str, Any] = {"time_step_min": 0.0}
-# vLLM's CPU kernel wants keys and values of one width that it knows.
+# vLLM's CPU kernel requires keys and values of the same, supported width.
 _DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_key_head_dim": 64,
@@ -229,7 +231,8 @@ BLENDED: tuple[Architecture, ...] = (
         rope_parameters=_rope("longrope", partial_rotary_factor=0.75, **_LONG_FACTORS),
         original_max_position_embeddings=256,
     ),
-    # vLLM's class has these biases, as memory was where a checkpoint has none, and never adds the head's.
+    # vLLM's class has these biases, which hold arbitrary memory if a checkpoint lacks them, and never
+    # adds the head's.
     Architecture(
         "PhiMoEForCausalLM",
         "phimoe",
@@ -334,7 +337,7 @@ BLENDED: tuple[Architecture, ...] = (
     ),
     _hybrid("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _DELTA_NET, dtype="bfloat16"),
 )
-"""Rows of the matrix. Every check runs on those that the engine does not decline."""
+"""Rows of the matrix. Models that the engine does not decline get every check."""
 
 _HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 
@@ -380,7 +383,7 @@ OTHERS: tuple[Architecture, ...] = (
     ),
     _one("Zamba2ForCausalLM", "zamba2", head_dim=None, layer_types=["mamba", "hybrid"] * 2, n_mamba_heads=8),
 )
-"""Classes that are only asked whether they blend."""
+"""Classes for which only one check runs: whether they blend."""
 
 
 def _stand_in(name: str, model_type: str, shows: str = "", **changes: Any) -> Architecture:
@@ -405,7 +408,8 @@ _STEP3P5: dict[str, Any] = {
         "num_attention_groups": 2,
         "head_dim": 32,
     },
-    # transformers' class would write what the layers differ in here, where vLLM's does not look.
+    # transformers' class would write the differences between layers here, and vLLM's class does not
+    # read them here.
     "per_layer_config": {},
     "rope_theta": 10_000.0,
     "rope_parameters": _rope(),
@@ -414,7 +418,7 @@ _STEP3P5: dict[str, Any] = {
     "moe_router_activation": "softmax",
     "share_expert_dim": 128,
 }
-"""As its checkpoints write it, but for the experts: theirs are chosen as those of MiniMax M2."""
+"""As its checkpoints write it, except for the experts, which are chosen as in MiniMax M2."""
 
 STAND_INS: tuple[Architecture, ...] = (
     _stand_in(
@@ -472,11 +476,11 @@ STAND_INS: tuple[Architecture, ...] = (
         "TeleFLMForCausalLM", "llama", use_mup=True, input_mult=1.0, output_mult=1.0, mup_scale_factor=1.0
     ),
 )
-"""Classes whose checkpoints bring their own code, or choose experts as vLLM does not here: their vLLM class
-runs on the config of a relative, with each field that is given here in the file as it is given."""
+"""Classes whose checkpoints contain code, or choose experts in a way that vLLM does not support here. Their
+vLLM class runs on the config of a related class; fields given here are written to the file unchanged."""
 
 ALL: Mapping[str, Architecture] = {one.name: one for one in (*BLENDED, *OTHERS, *STAND_INS)}
 """Every entry by name."""
 
 QUICK = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-"""What `--quick` runs."""
+"""The entries that `--quick` runs."""

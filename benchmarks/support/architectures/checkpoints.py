@@ -27,7 +27,7 @@ from kintsugi.models.reference import resolve_model
 from tests.fakes.random_models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 
 RECIPE = 4
-"""Raised when the same entry gives other weights, so that older cached checkpoints are not used."""
+"""Increase this when the same entry gives other weights, so that older cached checkpoints are not used."""
 
 VOCAB, POSITIONS = 1024, 8192
 
@@ -45,7 +45,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": EOS_ID,
     "tie_word_embeddings": False,
 }
-"""What every model has, unless its entry says otherwise; None there leaves the class's default."""
+"""Default fields of every model. An entry may override them; None there keeps the class's default."""
 
 SMALLER: dict[str, Any] = {
     "num_experts": 8,
@@ -83,10 +83,10 @@ SMALLER: dict[str, Any] = {
     "swa_num_key_value_heads": 2,
     "swa_head_dim": 32,
 }
-"""Sizes that only some config classes have, where their default is not none."""
+"""Sizes that only some config classes have, and whose default is not None."""
 
 _TOKENS = ("image", "video", "vision_start", "vision_end", "boi", "eoi", "audio")
-"""Special tokens of vision-language configs; they get ids that no prompt here holds."""
+"""Special tokens of vision-language configs; their ids occur in no prompt here."""
 
 
 def make_config(architecture: Architecture) -> PretrainedConfig:
@@ -112,7 +112,7 @@ def _sized(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Field values of a text config."""
     default = CONFIG_MAPPING[model_type]()
     smaller = {name: value for name, value in SMALLER.items() if default.to_dict().get(name)}
-    # vLLM would believe it of a class whose heads all have keys of their own.
+    # vLLM would apply it to a class in which every head has its own keys.
     unshared = {} if hasattr(default, "num_key_value_heads") else {"num_key_value_heads": None}
     values = {**TINY, **smaller, **unshared, **changes}
     return {name: value for name, value in values.items() if value is not None}
@@ -130,8 +130,8 @@ def make_checkpoint_once(architecture: Architecture) -> Path:
 
 
 def _as_given(architecture: Architecture) -> dict[str, Any]:
-    """Fields that the file has as the entry gives them: transformers' class may rename or leave out what a
-    class of vLLM's own reads."""
+    """Fields that are written as the entry gives them, because transformers' class may rename or omit fields
+    that vLLM's class reads."""
     if not architecture.stand_in:
         return {}
     return {name: value for name, value in architecture.changes.items() if value is not None}
@@ -146,8 +146,8 @@ _PROCESSORS = {
 
 
 def _write_processors(config: PretrainedConfig, folder: Path) -> None:
-    """What vLLM asks how many tokens an image has. A KV consumer takes embeddings of images, so vLLM asks
-    even where prompts have none."""
+    """Write the processor that vLLM asks for an image's number of tokens. A KV consumer accepts embeddings of
+    images, so vLLM asks even if prompts have no images."""
     vision = config.vision_config
     names = ("patch_size", "temporal_patch_size")
     sizes = {name: getattr(vision, name) for name in names} | {"merge_size": vision.spatial_merge_size}
@@ -166,7 +166,7 @@ def _make(architecture: Architecture, folder: Path) -> None:
     if architecture.stand_in:
         config.save_pretrained(folder)
         _write_fields(folder, _as_given(architecture))
-        # vLLM loads dummy weights; the fingerprint wants a file.
+        # vLLM loads dummy weights, but the fingerprint needs a file.
         save_file({"stand_in": torch.zeros(1)}, folder / "model.safetensors")
         return
     loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
@@ -204,7 +204,7 @@ _EMBEDDING = re.compile(r"embed_tokens|wte|embed_in\b|word_embeddings|tok_embedd
 
 @torch.no_grad()
 def clear_unset(model: nn.Module) -> None:
-    """Zero the vectors that vLLM's classes leave as they find memory until a checkpoint is loaded: biases of
+    """Zero the vectors that vLLM's classes leave uninitialised until a checkpoint is loaded: biases of
     projections and of routers. The weights of norms are set when the class is made."""
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 and "norm" not in name and "ln_" not in name:
@@ -231,7 +231,7 @@ def _values(name: str, given: Tensor, noise: Tensor, config: PretrainedConfig) -
             return given + contrast + 0.1 * noise
         return noise if "sinks" in name else given.nan_to_num() + 0.2 * noise
     if _EMBEDDING.search(name):
-        # A tied head prefers what the token alone says: let the layers say more.
+        # A tied head mostly repeats the current token, so scale up the layers' contribution.
         spread = 1.0 if config.get_text_config().tie_word_embeddings else math.sqrt(TINY["num_hidden_layers"])
         return noise * spread / _embedding_scale(config)
     gain = next((gain for pattern, gain in _GAINS if pattern.search(name)), 1.0)
@@ -239,7 +239,7 @@ def _values(name: str, given: Tensor, noise: Tensor, config: PretrainedConfig) -
 
 
 def _embedding_scale(config: PretrainedConfig) -> float:
-    """What the model multiplies embeddings by."""
+    """The factor by which the model multiplies embeddings."""
     if "gemma" in config.model_type:
         return math.sqrt(config.get_text_config().hidden_size)
     return float(getattr(config, "embedding_multiplier", None) or getattr(config, "scale_emb", None) or 1.0)

@@ -1,4 +1,4 @@
-"""What is checked of one architecture. Every comparison but one is with vLLM alone, without our plugin."""
+"""The checks of one architecture. All comparisons but one are with vLLM alone, without our plugin."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ SIZES = (257, 1, 33, 100, 64)
 """Chunk lengths, on both sides of the borders between blocks, longer than the windows of these models. The
 first is exact after its own prefix, so its blocks can be found by a plain prompt's."""
 CHUNKED_TOKENS = 64
-"""Tokens of a step where prefill is chunked."""
+"""Tokens per step in the check of chunked prefill."""
 DISTINCT_TOKENS_MIN = 6
-"""An answer of fewer says nothing: the model repeats itself whatever it has read."""
+"""Minimum number of different tokens in an answer: a model that repeats itself cannot show an error."""
 BFLOAT16_SHARE_MAX = 2.0
 """Where vLLM computes bfloat16 alone: a blend's difference from the reference, which computes float32, ÷ that
 of vLLM's own prefill."""
 BEFORE_TIE_MIN = 8
-"""Tokens that have to be equal before a tie."""
+"""Minimum number of equal tokens before a tie."""
 
 
 @dataclass(frozen=True)
 class _Plain:
-    """What vLLM alone answers."""
+    """The answers of vLLM alone."""
 
     whole: Generation
     """The prompt in one step, as plain prompts are computed."""
     again: Generation
     others: list[Generation]
-    """`_others` in one step each."""
+    """The prompts of `_others`, each in one step."""
     full: Generation
     """The prompt with the steps of a blend: where vLLM computes a recurrence in bfloat16, the same as `whole`
     up to rounding alone (`tests.stepwise`); elsewhere `whole`."""
@@ -75,7 +75,7 @@ class _Plain:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What one row is about."""
+    """The inputs of one row."""
 
     architecture: Architecture
     folder: Path
@@ -84,7 +84,7 @@ class _Subject:
 
 
 def check_one_rank(architecture: Architecture) -> Row:
-    """Everything but tensor parallelism. Never raises: whatever happens is the row's result."""
+    """Run every check except tensor parallelism. Never raises: an error becomes the row's result."""
     return _noted(architecture, _check_one_rank)
 
 
@@ -111,7 +111,8 @@ def _noted(architecture: Architecture, check: Callable[[_Subject], None]) -> Row
 
 
 def _describe(error: Exception) -> str:
-    """One sentence; the traceback goes to the row's log. An error without words is named by its place."""
+    """One sentence; the traceback goes to the row's log. An error without a message is described by its
+    place."""
     traceback.print_exception(error)
     where = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(str(error).split()) or f"{where.line} ({where.filename}, line {where.lineno})"
@@ -174,7 +175,7 @@ def _check_blends(subject: _Subject, engine: LocalEngine, plain: _Plain) -> None
 
 
 def _decide_without_engine(subject: _Subject, error: Exception) -> None:
-    """vLLM alone does not start or answer: what the config alone decides counts."""
+    """If vLLM alone does not start or answer, the config decides the outcome."""
     row = subject.row
     reason = decide_without_engine(subject.folder)
     row.outcome, row.reason = Outcome.NOT_SERVED, f"vLLM alone fails: {_describe(error)}"
@@ -183,7 +184,7 @@ def _decide_without_engine(subject: _Subject, error: Exception) -> None:
 
 
 def _others(prompt: ChunkPrompt) -> list[list[int]]:
-    """Plain prompts that run beside blends, and begin like none of them."""
+    """Plain prompts that run together with blends and share no beginning with them."""
     return [[*PREFIX, *prompt.chunks[-1], *prompt.question], [*PREFIX, *prompt.question[::-1]]]
 
 
@@ -215,7 +216,7 @@ def _check_prefix_cache(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plai
 
 
 def _check_mixed(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Plain) -> None:
-    """Plain prompts and blends in the same steps change nobody's answer."""
+    """Plain prompts and blends in the same steps do not change each other's answers."""
     engine.reset_prefix_cache()
     one, two = _others(prompt)
     asked = [
@@ -231,8 +232,8 @@ def _check_mixed(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Pla
 
 
 def _check_any_ratio(subject: _Subject, engine: LocalEngine, plain: Generation) -> None:
-    """Every selector against the reference, given the positions that it selected. A model that the reference
-    does not know goes without."""
+    """Every selector against the reference, given the positions that it selected. Skipped for a model that
+    the reference does not support."""
     from tests.oracle import measured_layers
 
     row, prompt = subject.row, subject.prompt
@@ -274,7 +275,7 @@ class _HybridReference:
 
 
 def _reference_of(subject: _Subject) -> Any:
-    """What blends are compared with; None for a model that no reference knows."""
+    """The reference for blends; None for a model that no reference supports."""
     from benchmarks.support.architectures.reference import Reference
 
     if "hybrid" in subject.architecture.shows:
@@ -295,9 +296,9 @@ def _check_chunked(subject: _Subject, plain: _Plain) -> None:
 
 
 def _check_bfloat16(subject: _Subject) -> None:
-    """As models are served: the tokens have to be equal, and how far logprobs are apart is noted. Logits of
-    bfloat16 are coarse: where vLLM's own two best are equal, either token is right, and what follows is
-    not compared."""
+    """In the dtype in which models are served: the tokens must be equal, and the difference of logprobs is
+    recorded. Logits of bfloat16 are coarse: where vLLM's own two best are equal, either token is right, and
+    what follows is not compared."""
     with running(subject.architecture, subject.folder, "bfloat16") as alone:
         full = prefill_like_a_blend(alone, greedy(subject.prompt.token_ids))
     with running(subject.architecture, subject.folder, "bfloat16", "ram://bfloat16") as engine:

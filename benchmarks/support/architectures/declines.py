@@ -1,4 +1,5 @@
-"""Which declines of a model are clear, and which decline a config shows where vLLM does not start."""
+"""Decides whether a model's decline is clear, and derives the decline from the config if vLLM does not
+start."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from typing import Any
 from kintsugi.models.declines import RECURRENT_STATE, Decline, DeclineReason
 
 REASONS = frozenset(reason.value for reason in DeclineReason)
-"""Reasons that come from the model. A failed self-test is none of them: the model was thought to blend."""
+"""Reasons that come from the model. A failed self-test is not one of them, because the model was expected to
+blend."""
 
 WITHOUT_KV = frozenset({DeclineReason.RECURRENT.value, DeclineReason.INDEXED.value})
-"""Reasons whose text has to say that prefix caching works as before: there users doubt it."""
+"""Reasons whose text must say that prefix caching works as before."""
 
 _RAW_ERROR = re.compile(
     r"\b(?!NotBlendable)[A-Z]\w*(Error|Exception)\b|\bforward\(\)|Traceback|size of tensor"
@@ -30,7 +32,8 @@ def is_clear(reason: str) -> bool:
 
 
 def decide_without_engine(folder: Path) -> str | None:
-    """Why the model in ``folder`` is not blended, as far as its config tells; None where it tells nothing.
+    """Return why the model in ``folder`` is not blended, according to its config; None if the config gives no
+    reason.
 
     For classes that vLLM alone does not start, or gives no answer of, on this machine.
     """

@@ -1,4 +1,4 @@
-"""What the rows of the matrix say together: figures with bars, and a table."""
+"""Summarises the rows of the matrix: figures with bars, and a table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from benchmarks.support.figures import Figure
 
 EXACT_MIN = 28
 NEEDED = ("sinks", "mla", "nope", "partial", "longrope", "backend", "vision", "geometry")
-"""What has to be among the exact ones."""
+"""Classes that must be exact."""
 HYBRIDS_MIN = 5
 HYBRIDS_NEEDED = ("Lfm2ForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
-"""Models with recurrent layers that have to be among the exact ones."""
+"""Models with recurrent layers that must be exact."""
 COLUMNS = (
     "ratio 1",
     "any ratio",
@@ -44,14 +44,15 @@ class Matrix:
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, Any]], commit: str) -> Matrix:
-        """The matrix of `to_mapping`, of entries that there still are. ``commit``: of rows that name none."""
+        """Read the matrix that `to_mapping` wrote, without removed entries. ``commit``: for rows that name
+        none."""
         one_rank = [row for row in rows if row["name"] in ALL]
         two_ranks = [row["two_ranks"] for row in one_rank if row["two_ranks"]]
         found = ([Row.of({"commit": commit, **row}) for row in those] for those in (one_rank, two_ranks))
         return Matrix(*({row.name: row for row in those} for those in found))
 
     def over(self, earlier: Matrix) -> Matrix:
-        """These rows, and those of entries that only ``earlier`` has."""
+        """Return these rows, and those of entries that only ``earlier`` has."""
         others = {name: row for name, row in earlier.two_ranks.items() if name not in self.one_rank}
         return Matrix({**earlier.one_rank, **self.one_rank}, {**others, **self.two_ranks})
 
@@ -81,7 +82,7 @@ class Matrix:
         )
 
     def exact(self) -> list[Architecture]:
-        """Entries on which everything holds that was checked, the reference among it."""
+        """Entries for which every check holds, including the reference."""
         return [
             ALL[name]
             for name, row in self.one_rank.items()

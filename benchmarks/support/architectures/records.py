@@ -1,4 +1,4 @@
-"""Runs rows in processes of their own, and keeps what they found, so that a run that was interrupted goes on.
+"""Runs each row in a separate process and keeps its findings, so that an interrupted run can continue.
 
 vLLM is imported once: a fork server holds it, and every row is a fork. A record counts for the sources, the
 versions and the architecture that it was made with, and for no others; a commit that changes only documents
@@ -41,13 +41,13 @@ SOURCES = (
 """Files and folders of Python code that a row depends on."""
 
 ENTRIES = "benchmarks/support/architectures/catalogue.py"
-"""Not among them: of the catalogue a row depends on its own entry alone."""
+"""Not in `SOURCES`, because a row depends only on its own entry of the catalogue."""
 
 PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "benchmarks.support.architectures.checks"]
 
 
 class Step(StrEnum):
-    """A part of a row that has a process of its own."""
+    """A part of a row that runs in a separate process."""
 
     ONE_RANK = "one-rank"
     TWO_RANKS = "two-ranks"
@@ -72,7 +72,7 @@ class Records:
     """The digest of the sources, and the versions, that this process began with."""
 
     def rows(self, architectures: Sequence[Architecture], step: Step) -> dict[str, Row]:
-        """The row of each architecture by name: read where it is known, else found out now.
+        """Return the row of each architecture by name: from the records, or else measured now.
 
         Raises `Unfinished` where the time is over.
         """
@@ -167,5 +167,5 @@ def _run_row(name: str, step: str, log: Path, result: Path) -> None:
     draft.write_text(json.dumps(row))
     draft.rename(result)
     sys.stdout.flush()
-    # vLLM leaves threads and exit handlers behind that are none of this row's business.
+    # vLLM leaves threads and exit handlers that must not run here.
     os._exit(0)

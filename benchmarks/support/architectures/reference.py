@@ -2,11 +2,11 @@
 
 Everything happens where a layer attends. Each layer of the whole prompt runs at full width, and the K and V
 of the tokens that are not fresh there are replaced by those of their chunk. What a chunk's K and V are is
-found by running the chunk alone after the prefix; at every layer the attention module is called twice,
-first with the position embeddings of the place in the prompt, only to see its K and V, then with its own.
-So the reference knows no projection, norm or rotation by name: whatever the module does to K before it
-attends, it does here. A latent (MLA) is expanded per token before attention, so that replacing K and V of a
-token there is the same as replacing its latent.
+found by running the chunk alone after the prefix; at every layer the attention module is called twice, first
+with the position embeddings of the place in the prompt, only to see its K and V, then with its own. So the
+reference needs no knowledge of projections, norms or rotations: the module itself applies them to K. A latent
+(MLA) is expanded per token before attention, so that replacing K and V of a token there is the same as
+replacing its latent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OnAttention = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Sees a module's key (as it is attended to) and value, `[1, heads, tokens, width]`; returns what to use."""
 
 _POSITIONS = ("position_embeddings", "position_ids", "cache_position")
-"""Arguments of attention modules that say where the tokens stand."""
+"""Arguments of attention modules that hold the tokens' positions."""
 
 _LEGACY = frozenset({"gptj", "bloom"})
 """Model types that do not attend through transformers' attention interface: methods of their modules, `_attn`
@@ -130,7 +130,7 @@ class Reference:
         return logprobs
 
     def _trace(self, prompt: Sequence[int]) -> tuple[list[nn.Module], list[dict[str, Any]]]:
-        """The attention modules in the order in which they run, and what each is told of positions."""
+        """Return the attention modules in the order in which they run, and the position arguments of each."""
         modules: list[nn.Module] = []
 
         def note(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

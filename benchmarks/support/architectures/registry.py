@@ -1,4 +1,4 @@
-"""The committed list of vLLM's text-generating decoder classes: which are asked, and why the others are not.
+"""The committed list of vLLM's text-generating decoder classes: which are tested, and why the others are not.
 
     python -m benchmarks.support.architectures.registry [--check]
 
@@ -74,7 +74,7 @@ def installed_classes() -> dict[str, str]:
 
 
 def make_list() -> dict[str, object]:
-    """The document: each class is asked, or left out for a reason."""
+    """Return the document, in which each class is tested or left out with a reason."""
     asked = {one.model_class for one in ALL.values()}
     classes = {}
     for name, part in installed_classes().items():
@@ -84,7 +84,7 @@ def make_list() -> dict[str, object]:
 
 
 def read_asked_classes() -> list[str]:
-    """The classes of the committed list that are asked."""
+    """Classes of the committed list that are tested."""
     return [name for name, why in _committed()["classes"].items() if why == "asked"]
 
 

@@ -1,4 +1,4 @@
-"""One row of the matrix: what was found out about one architecture, in one process."""
+"""One row of the matrix: the findings about one architecture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFERENCE_MAX = 1e-3
 
 
 class Outcome(StrEnum):
-    """What came of a row."""
+    """The outcome of a row."""
 
     EXACT = "exact"
     DECLINED = "declined"
@@ -28,9 +28,10 @@ class Outcome(StrEnum):
     UNCLEAR = "unclear"
     """Declined or failed for a reason that is not on the list, or that is an error of Python's."""
     WRONG = "wrong"
-    """A blended answer is not what it should be, or a plain answer was changed by our presence."""
+    """A blended answer is wrong, or the plugin changed a plain answer."""
     UNTOLD = "untold"
-    """The model cannot tell: its answers repeat one token, or vLLM alone gives others the second time."""
+    """The model cannot show errors: its answers repeat one token, or vLLM alone gives different answers the
+    second time."""
     NOT_SERVED = "not served"
     """vLLM alone does not serve this class here, and its config alone is no reason to decline."""
     CRASHED = "crashed"
@@ -39,7 +40,7 @@ class Outcome(StrEnum):
 
 _PATH = re.compile(r"(?<![\w./:])(?:/[\w.+@~-]+){2,}/?")
 _CHECKPOINT = re.compile(r"-[0-9a-f]{16}-r\d+$")
-"""What `checkpoints` adds to the name of an entry for the folder of its checkpoint."""
+"""Suffix that `checkpoints` adds to an entry's name for the folder of its checkpoint."""
 
 
 def without_paths(text: str) -> str:
@@ -57,7 +58,7 @@ class Row:
     reason: str = ""
     """Why the outcome is not `exact`, in one sentence."""
     figures: dict[str, float] = field(default_factory=dict)
-    """The largest difference that each check found, and what else was counted."""
+    """The largest difference that each check found, and other counts."""
     checks: dict[str, bool] = field(default_factory=dict)
     """Whether each check that ran holds."""
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""What a token takes in the store with the published sizes of hybrid models."""
+"""Computes the stored bytes per token of hybrid models with their published sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny engines of one architecture, with the plugin and without, and what is asked of them."""
+"""Runs tiny engines of one architecture, with and without the plugin."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def running(
 
 
 def fill_dummy_models() -> None:
-    """Let vLLM's dummy loader write weights with which a model's answers depend on what it reads.
+    """Make vLLM's dummy loader write weights with which a model's answers depend on its prompt.
 
     Changes vLLM in this process, which is one row's.
     """

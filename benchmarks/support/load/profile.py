@@ -73,7 +73,7 @@ def _document(
     words: Sequence[str], workload: RagWorkload, index: int, count_tokens: CountTokens | None
 ) -> str:
     generator = random.Random(f"{workload.seed} document {index}")
-    # A token is a character at least, so there is never a need for more words.
+    # A token has at least one character, so more words are never needed.
     chosen = [f"Document {index}:"] + [generator.choice(words) for _ in range(workload.chunk_tokens)]
     if count_tokens is None:
         return _sentences(chosen[: max(1, int(workload.chunk_tokens / TOKENS_PER_WORD))])

@@ -31,7 +31,7 @@ class Sample:
     accounting: Mapping[str, Any] | None = None
     """`core.accounting.Accounting.to_mapping`, from endpoints that send it."""
     late_s: float = 0.0
-    """How much later than due it was sent. A client that cannot keep up measures itself."""
+    """Delay of the request against its schedule. A client that cannot keep up measures itself."""
 
     @property
     def is_ok(self) -> bool:
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one load measured. Times are in seconds; None where nothing was measured."""
+    """The measurements of one load. Times are in seconds; None if nothing was measured."""
 
     rate_per_s: float
     """Arrivals per second."""

@@ -27,7 +27,7 @@ _DONE = "[DONE]"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a load is sent, and in which form. Raises `InvalidField` for a bad URL."""
+    """The endpoint of a load, and the form of its requests. Raises `InvalidField` for a bad URL."""
 
     url: str
     """Includes the version: `http://127.0.0.1:8000/v1`."""

@@ -1,8 +1,8 @@
 """Questions in the forms of CacheBlend's four data sets (paper, section 7.1).
 
-MuSiQue's questions are the real ones, read where their file is. The texts of the other three are not here, so
-these are made of MuSiQue's passages and of rules: prompts have the form of the data set, not its text, and
-their names end in `-form`. Everything is seeded.
+MuSiQue's questions are the real ones, read where their file is. The texts of the other three are not
+available, so rules make them from MuSiQue's passages: prompts have the form of the data set, not its text,
+and their names end in `-form`. Everything is seeded.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kintsugi.quality.questions import Question
 PASSAGES = 6
 SHORT_PASSAGES = 10
 SHORT_WORDS = 130
-"""Of a passage in the form of 2WikiMQA, which shows ten short paragraphs."""
+"""Length of a passage in the form of 2WikiMQA, whose prompts have ten short paragraphs."""
 DIALOGUES_PER_CHUNK = 6
 DIALOGUE_CHUNKS = 5
 SEED = "paper"
 SUMMARY_SENTENCES = 1
-"""Of each passage, in the reference summary: news summaries are compared with leads."""
+"""Sentences of each passage in the reference summary, because news summaries resemble the first sentences."""
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Elif", "Frank", "Greta", "Hugo", "Ines", "Jonas", "Kim", "Lena")
 PLACES = ("the library", "the station", "the market", "the harbour", "the museum", "the park", "the cinema")
@@ -99,7 +99,7 @@ def _ended(text: str) -> str:
 
 
 def _dialogue(generator: random.Random) -> tuple[str, str]:
-    """Two people agree on something; and what a reader would note down."""
+    """A dialogue in which two people agree on something, and its summary."""
     one, other = generator.sample(NAMES, 2)
     day, late = generator.sample(DAYS, 2)
     place, thing = generator.choice(PLACES), generator.choice(THINGS)

@@ -37,7 +37,7 @@ CHUNK_TOKENS = (150, 300, 600)
 CHUNK_COUNTS = (2, 4, 6)
 BATCHES = (1, 2, 4)
 BYTES_PER_S = (4e8, 1e8, 2.5e7)
-"""Of the device that chunk KV is loaded from. A prompt of 3,600 tokens has 83 MB of it."""
+"""Speeds of the device from which chunk KV is loaded. A prompt of 3,600 tokens has 83 MB of KV."""
 ANSWER_TOKENS = 32
 SUMMARY_TOKENS = 48
 MODEL_TOKENS_MAX = 8192
@@ -45,7 +45,7 @@ MODEL_TOKENS_MAX = 8192
 
 @dataclass
 class PaperSetup:
-    """What the sections measure with."""
+    """The inputs of the sections."""
 
     quick: bool = False
     model: str = REFERENCE.name
@@ -209,7 +209,8 @@ def _cases(questions: Sequence[Question], form: PromptForm, running: LocalEngine
 
 
 def _figures(section: str, rows: Sequence[EvaluationRow], axis: str | None = None) -> list[Figure]:
-    """What each method gains in TTFT over full prefill in the same setting; quality is in the detail."""
+    """Return each method's speed-up of TTFT over full prefill in the same setting; quality is in the
+    detail."""
     full = {row.setting: row for row in rows if row.method == FULL}
     figures = []
     for row in rows:

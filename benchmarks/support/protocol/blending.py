@@ -170,7 +170,7 @@ class Blender:
 
     @torch.inference_mode()
     def signals(self, chunks: Sequence[SavedChunk], full: PlainStack) -> dict[str, npt.NDArray[np.float32]]:
-        """Return what the selection is chosen by, each `[layers, candidates]`: the question's attention at
+        """Return the signals for a selection, each `[layers, candidates]`: the question's attention at
         every layer in full KV reuse, and the squared distance of loaded K and V from the full prefill's."""
         hits = self._hits(chunks)
         last, layers = len(self._ids) - 1, self._decoder.num_layers

@@ -1,7 +1,7 @@
 """Llama's and Qwen2's decoder in plain torch with a checkpoint's weights, behind `fusor.stack.DecoderStack`.
 
 Blends run through the fusor's own passes, loader and codecs; only vLLM's layers are replaced. An engine takes
-half a minute to start and serves one configuration of chunks; this serves all of them in one process.
+half a minute to start and serves one configuration of chunks; this decoder serves all of them in one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What stands before a chunk when it is saved: nothing, a fixed sample, its document, or similar passages."""
+"""Prepares chunks after different contexts: none, a fixed sample, the chunk's document, or similar
+passages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of the protocol: which blends are measured on which prompts, one record each."""
+"""Runs the sections of the protocol: measures blends on prompts, with one record for each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTHING = Selection(0.0, "chunk_head")
 
 @dataclass(frozen=True)
 class Cell:
-    """One blend: how chunks were prepared, and what is recomputed at which cost."""
+    """One blend: the preparation of its chunks, its selection and its cost."""
 
     preparation: Preparation
     selector: str = ""

@@ -32,7 +32,7 @@ MEMBERS = "long_context_eval/data/synthetic/json"
 CHUNK_WORDS = 110
 MUSIQUE_PASSAGES, SQUAD_PASSAGES, UNRELATED_PASSAGES = 6, 8, 6
 CORPUS_PASSAGES = 6_000
-"""Passages of HotpotQA and SQuAD that similar ones are looked for in, beside the asked questions' own."""
+"""Number of further passages of HotpotQA and SQuAD among which similar ones are searched."""
 ITEMS_MAX = 1_500
 """Questions of HotpotQA and SQuAD that are prepared: reading takes seconds."""
 SEED = 38
@@ -66,7 +66,7 @@ class Workload:
     name: str
     items: tuple[Item, ...]
     corpus: tuple[str, ...]
-    """What a precompute job would see: every chunk of every document."""
+    """All chunks of all documents, as a precompute job would see them."""
 
     def part(self, is_judged: bool) -> list[Item]:
         return [item for item in self.items if item.number % 2 == is_judged and not item.is_overlapping]
@@ -236,7 +236,7 @@ def _ruler_items(
 
 
 def _needles(keys: int, values: int, generator: random.Random) -> tuple[list[str], str, list[str]]:
-    """RULER's needle in a haystack: numbers that belong to words."""
+    """RULER's needle in a haystack: numbers that are assigned to words."""
     words = generator.sample(_NEEDLE_KEYS, keys)
     pairs = [(word, str(generator.randrange(10**6, 10**7))) for word in words for _ in range(values)]
     asked = generator.choice(words)

@@ -1,4 +1,4 @@
-"""Calibration of the real model as a user runs it: one command, and what came of it as a record."""
+"""Calibrates the real model as a user does, with one command, and records the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kintsugi.quality import reports
 
 CALIBRATED: Key = ("calibrated",)
 MINUTES = 24.0
-"""The last batch of prompts may end later."""
+"""Time limit; the last batch of prompts may end later."""
 TIMEOUT_S = 3600.0
 CHOSEN_EXITS = (ExitCode.OK, ExitCode.NOT_BLENDABLE)
 

@@ -16,7 +16,8 @@ from kintsugi.models.passages import read_bundled_passages
 PER_PROMPT = 6
 CONTEXT_PASSAGES = 2
 CONTEXT_WORDS = 210
-"""Of each passage of the context: about 320 tokens. Longer contexts were no better, and cost more to save."""
+"""Length of each passage of the context: about 320 tokens. Longer contexts were no better and cost more to
+save."""
 CHOOSING_PASSAGES = 54
 OVERLAP_MAX = 0.1
 """Highest share of a passage's runs of `RUN_WORDS` words that earlier passages hold. MuSiQue's passages are
@@ -27,7 +28,7 @@ SEED = 14
 
 @dataclass(frozen=True)
 class PassageSet:
-    """Six passages in the order of a prompt, and what is asked about them."""
+    """Six passages in the order of a prompt, and their question."""
 
     number: int
     passages: tuple[str, ...]
@@ -76,7 +77,7 @@ class Corpus:
 
 
 def read_corpus(path: Path) -> Corpus:
-    """MuSiQue where its file is there, else the passages that ship with Kintsugi."""
+    """Return MuSiQue's passages if its file exists, else the passages that ship with Kintsugi."""
     return _read_musique(path) if path.is_file() else _read_bundled()
 
 

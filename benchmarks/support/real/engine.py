@@ -1,4 +1,4 @@
-"""Answers of one engine to the questions of passage sets, written into the records as they come."""
+"""Sends the questions of passage sets to one engine and writes each answer into the records."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class RealBench:
     context: str = NONE
 
     def measure(self, items: Iterable[Item], clock: Clock) -> bool:
-        """Add what the records lack. Returns whether nothing is left."""
+        """Add the missing records. Returns whether all are complete."""
         left = [item for item in items if item.key not in self.records]
         full = [item for item in left if item.configuration is None]
         for _, some in groupby(full, key=lambda item: (item.part, item.number)):

@@ -69,8 +69,8 @@ def kl_figures(records: Records, choice: Choice, bars: bool) -> list[Figure]:
 def task_figures(
     records: Records, blend: Configuration, kinds: Sequence[str], suffix: str, bars: bool
 ) -> list[Figure]:
-    """What the blend answers rightly of what full prefill does, prompts resampled whole. Empty where no
-    prompt's questions were all answered."""
+    """Right answers of the blend ÷ those of full prefill; whole prompts are resampled. Empty if no prompt has
+    all its questions answered."""
     full, mine = _right_of_both(records, blend, kinds)
     numbers = _answered(full, mine)
     if not numbers:
@@ -131,7 +131,7 @@ def gap_figures(records: Records, kinds: Sequence[str]) -> list[Figure]:
 
 
 def _right_of_both(records: Records, one: Configuration, kinds: Sequence[str]) -> tuple[_Right, _Right]:
-    """What full prefill answers rightly on the judged prompts, and what the configuration does."""
+    """Right answers of full prefill and of the configuration on the judged prompts."""
     return _right(records.below("full", JUDGED), kinds), _right(_of(records, one), kinds)
 
 
@@ -141,7 +141,7 @@ def _answered(full: _Right, other: _Right) -> list[int]:
 
 
 def _lost_points(full: _Right, other: _Right, numbers: Sequence[int]) -> Interval:
-    """How many fewer of a hundred questions are answered rightly; sets resampled whole."""
+    """How many fewer of a hundred questions are answered rightly; whole sets are resampled."""
     lost = [100 * (f - o) for f, o in zip(_sums(full, numbers), _sums(other, numbers), strict=True)]
     return ratio_bootstrap(lost, [float(len(full[number])) for number in numbers])
 

@@ -1,8 +1,6 @@
-"""What is compared on the real model: configurations, which of them are chosen, and what the records say.
-
-Pure. Keys of records begin with what was measured: `full` or `blend`, the part of the corpus (`choosing`
-or `judged`), the set's number and the question (`OPEN`, or an index). Those of blends end with the
-configuration.
+"""The configurations that are compared on the real model, and the choice among them from the records. Pure.
+Keys of records begin with what was measured: `full` or `blend`, the part of the corpus (`choosing` or
+`judged`), the set's number and the question (`OPEN`, or an index). Keys of blends end with the configuration.
 """
 
 from __future__ import annotations
@@ -149,7 +147,7 @@ def choose(records: Records, tried: Sequence[Configuration], work: PassWorkload)
 
 
 def open_answers(records: Records, part: str, configuration: Configuration) -> dict[int, dict[str, float]]:
-    """What the records say of a configuration's answers to the open questions, by set."""
+    """Return the records of a configuration's answers to the open questions, by set."""
     return {
         int(number): values
         for (number, question, name), values in records.below("blend", part).items()
@@ -179,7 +177,7 @@ def kinds_right(records: Records) -> dict[str, KindRight]:
 
 
 def kinds_that_stay(right: dict[str, KindRight]) -> list[str]:
-    """Nothing that a blend does decides it."""
+    """It does not depend on any blend."""
     return [kind for kind, one in right.items() if one.share >= RIGHT_MIN]
 
 

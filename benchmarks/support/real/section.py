@@ -89,14 +89,14 @@ QUICK = Size(2, 1, judged_sets=2, uncached_sets=1, ttft_sets=5, calibration_sets
 
 @dataclass
 class RealSetup:
-    """What the section measures with."""
+    """The inputs of the section."""
 
     quick: bool = False
     model: str = MODEL
     records: Path | None = None
     """Folder of the records; None: a temporary one."""
     minutes: float = MINUTES
-    """This part of the run stops after so many."""
+    """Time limit of this part of the run."""
     musique: Path = MUSIQUE
     """MuSiQue's file. Where it is missing, the passages that ship with Kintsugi serve."""
     contexts: Sequence[str] = CONTEXTS
@@ -197,7 +197,8 @@ class Run:
         return choice
 
     def _calibrate(self, served: Configuration) -> bool:
-        """As an operator does, on choosing passages alone, after the context that was best on these."""
+        """Calibrate as an operator does, only on the choosing passages, with the context that was best on
+        them."""
         if not self._size.calibration_sets:
             return True
         if self._clock.is_over:
@@ -279,7 +280,7 @@ class Run:
         return grid.workload_of(cases, self._records[NUM_LAYERS]["count"])
 
     def _figures(self, choice: Choice, served: Configuration, kinds: Sequence[str]) -> list[Figure]:
-        """Those that the records give."""
+        """Return the figures for which there are records."""
         records, bars = self._records, not self._setup.quick
         figures = [*found.kind_figures(kinds_right(records), kinds), found.cache_figure(records)]
         if all(open_answers(records, JUDGED, one) for one in choice.configurations):
@@ -299,6 +300,6 @@ class Run:
 
 
 def _header(setup: RealSetup, *texts: object) -> Mapping[str, Any]:
-    """What records must have in common to be joined."""
+    """Properties that records must share to be joined."""
     digest = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
     return {"model": setup.model, "texts": digest, "version": 3}

@@ -30,8 +30,8 @@ def setting_of(configuration: Configuration, context: str) -> Setting:
     """A service that blends every request with the configuration, its chunks prepared after ``context``,
     which is the setting `model.expert.context`.
 
-    It runs as it comes, on all cores, with one thread that computes. It has no prefix caching: storing a
-    passage leaves its KV there, and neither method may find it.
+    It runs with default settings on all cores, with one compute thread. Prefix caching is off, because
+    neither method may find the KV that storing a passage leaves in the cache.
     """
     return Setting(
         shape="real",

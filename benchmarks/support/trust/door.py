@@ -81,7 +81,7 @@ async def send_heads(target: Target) -> None:
 
 
 async def send_slowly(target: Target) -> None:
-    """A byte of a head each second."""
+    """Send one byte of a head each second."""
 
     async def send() -> None:
         with suppress(ConnectionError):
@@ -225,7 +225,7 @@ async def run_attack(attack: Attack, target: Target, gateway: psutil.Process) ->
             await asyncio.sleep(SAMPLE_S)
 
     sampling = asyncio.create_task(sample())
-    # In this process the attacker would delay the caller's questions himself.
+    # In a separate process, because the attack would otherwise delay the caller's own questions.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attacker:
         running = attacker.submit(_run, attack, target)
         is_answered = True

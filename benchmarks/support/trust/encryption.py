@@ -47,7 +47,7 @@ from kintsugi.store.protocol.interface import LayerFrame
 
 PLAIN, ENCRYPTED, BARE = "plain", "encrypted", "bare"
 SHORT_TOKENS = 64
-"""Small head ranges: the fixed cost of a cipher weighs most."""
+"""Small head ranges, for which a cipher's fixed cost matters most."""
 BARS = {"same_host": 0.8, "grpc": 0.95}
 OF_BARE = 0.95
 
@@ -192,8 +192,8 @@ class _Reads:
 
 @contextmanager
 def _bare_cipher() -> Iterator[None]:
-    """Have reads of unencrypted chunks decrypt every head range, whatever comes out, instead of verifying
-    it."""
+    """Make reads of unencrypted chunks decrypt every head range instead of verifying it; the output is
+    ignored."""
     aes, size = AES(bytes(32)), LAYOUT.head_bytes(Codec.RAW, TOKENS)
     room = memoryview(bytearray(LAYOUT.frame_bytes(Codec.RAW, TOKENS)))
 

@@ -91,7 +91,8 @@ def _parts(marks: Sequence[MarkedText]) -> tuple[Sequence[MarkedText], ...]:
 
 
 def _fill(service: MarkedService, marks: Sequence[MarkedText]) -> tuple[int, int]:
-    """Put and ask about every text. Returns the places that hold some of it now, and answers with a hit."""
+    """Put every text and ask about it. Returns the places that hold some of it, and the number of answers
+    with a hit."""
     chunks, documents, namespace = _parts(marks)
     hits = 0
     with (
@@ -119,7 +120,7 @@ def _documents(marks: Sequence[MarkedText]) -> Iterator[tuple[str, Sequence[Mark
 
 
 def _erase(service: MarkedService, marks: Sequence[MarkedText]) -> int:
-    """Erase everything; the number of calls that say that something was there."""
+    """Erase everything. Returns the number of calls that found something."""
     chunks, documents, _ = _parts(marks)
     with (
         service.client("docs") as mine,
@@ -136,7 +137,7 @@ def _erase(service: MarkedService, marks: Sequence[MarkedText]) -> int:
 
 
 def _answers(service: MarkedService, marks: Sequence[MarkedText]) -> list[str]:
-    """Answers that still know of an erased text."""
+    """Number of answers that still use an erased text."""
     texts = [mark.text for mark in marks]
     found = []
     for number, one in enumerate(service.gateways):

@@ -38,7 +38,7 @@ MIB = 1 << 20
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "flips"}), NAMESPACE)
 
 Said = tuple[str, str]
-"""What was asked for, and a digest of what was served."""
+"""The request, and a digest of the response."""
 
 
 def _digest(*parts: bytes) -> str:
@@ -159,7 +159,7 @@ FILES = {
 
 
 def read_in_child(kind: str, folder: str) -> None:
-    """Say what is served, as one JSON object; for a process of its own."""
+    """Print the responses as one JSON object; runs in a separate process."""
     try:
         served = dict(READ[kind](Path(folder)))
     except KintsugiError as error:

@@ -2,8 +2,8 @@
 
 Each kind is made in a process of its own, of the shapes that cost most beside what they seem to hold: chunks
 with one token, with a head for each byte, with frames far below a block. Kept is what the process's memory
-grows by, and what the tiers and catalogs on disk take. Of what is kept beside chunks (`tests.fakes.kept`), it
-is what items take of Python's heap.
+grows by, and what the tiers and catalogs on disk take. For items other than chunks (`tests.fakes.kept`), it
+is the memory that they take of Python's heap.
 """
 
 from __future__ import annotations

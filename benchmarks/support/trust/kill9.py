@@ -40,7 +40,7 @@ LIFE_S = 0.6
 
 
 class Memory:
-    """What a client was told of each chunk. An operation that nobody acknowledged leaves it unknown."""
+    """The acknowledged state of each chunk. After an unacknowledged operation the state is unknown."""
 
     def __init__(self) -> None:
         self.stored: set[ChunkKey] = set()
@@ -53,7 +53,7 @@ class Memory:
 
 
 def put_and_delete(store: ShardedStore, memory: Memory, chance: random.Random, stop: threading.Event) -> None:
-    """Put and delete chunks until told to stop."""
+    """Put and delete chunks until stopped."""
     while not stop.is_set():
         start = chance.randrange(60) * 1000
         manifest, frames = make_chunk(range(start, start + chance.choice((33, 100, 200, 400))))

@@ -5,8 +5,8 @@ machine uses already: to Ray, others have filled the memory, so that nothing has
 turns the monitor on, as Ray does by default, and counts what it ends before the service is up, or within a
 minute.
 
-Then each part is killed with SIGKILL, as the kernel does when no memory is left. It is told when `kintsugi
-serve` prints it, and back when a new process of the part runs and an answer comes.
+Then each part is killed with SIGKILL, as the kernel does when no memory is left. A loss counts as reported
+when `kintsugi serve` prints it, and as repaired when a new process runs and answers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Watched:
     def __init__(self, server: Server) -> None:
         self._server = server
         self.told: dict[str, float] = {}
-        """When each part was last told to be lost."""
+        """When each part was last reported as lost."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -98,7 +98,7 @@ class Watched:
             return False
 
     def kill(self, part: str) -> tuple[float, float]:
-        """Kill a part; seconds until it was told, and until it was back."""
+        """Kill a part. Returns the seconds until the loss was reported, and until it was repaired."""
         before = self.find(part)
         (pid, _) = next(iter(before))
         began_s = time.monotonic()

@@ -82,7 +82,7 @@ class BusyEngine(StubBackend):
 
 @dataclass
 class Tenant:
-    """Sends requests at exponential intervals, whatever becomes of them."""
+    """Sends requests at exponential intervals, without waiting for answers."""
 
     name: str
     per_s: float

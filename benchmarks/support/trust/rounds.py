@@ -1,4 +1,4 @@
-"""Rounds of a section whose outcomes are kept in a file, so that a run that was interrupted goes on.
+"""Runs the rounds of a section and keeps their outcomes in a file, so that an interrupted run can continue.
 
 A file belongs to one section, size, seed and commit: outcomes of other code are never counted.
 """
@@ -29,7 +29,7 @@ _began_s = time.monotonic()
 
 
 class Unfinished(SystemExit):
-    """Time is over and rounds are left; the command that is run again does them."""
+    """The time is over and rounds are left. The same command, run again, continues."""
 
     def __init__(self, section: str, done: int, rounds: int) -> None:
         print(f"{section}: {done} of {rounds} rounds are done; run it again", file=sys.stderr)

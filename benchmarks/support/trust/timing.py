@@ -1,9 +1,9 @@
 """Tests whether a caller can tell from the TTFT that a chunk is stored, and what hiding it costs.
 
 The attack is SpliceLeak's (arXiv 2606.21842): a prompt of chunks that are known to be stored and one guess,
-which is stored or not; the guess is right where the first token comes earlier. Each prompt has an order and a
-question of its own, so that vLLM's prefix cache tells nothing. The bundled model answers in a process of its
-own, behind a gateway in this one. The time step is chosen as docs/TENANTS.md says, from prompts that are not
+which is stored or not; the guess is right where the first token comes earlier. Each prompt has its own order
+and question, so that vLLM's prefix cache reveals nothing. The bundled model answers in a process of its own,
+behind a gateway in this one. The time step is chosen as docs/TENANTS.md says, from prompts that are not
 judged: a little above what first tokens take if the guess is missing.
 """
 
@@ -102,7 +102,7 @@ class Attacker:
 
 
 def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
-    """The chance that a time tells whether it is a hit's: 0.5 is none, whichever way the times differ."""
+    """The probability of telling a hit from a miss by its time; 0.5 means that they cannot be told apart."""
     ordered = sorted(misses)
     wins = sum(len(ordered) - (bisect_left(ordered, hit) + bisect_right(ordered, hit)) / 2 for hit in hits)
     area = wins / (len(hits) * len(misses))

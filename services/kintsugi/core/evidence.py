@@ -202,9 +202,9 @@ class Tally:
         return dict(self.losses).get(STEPS, 0)
 
     def log_wealth(self, quality: Quality) -> float:
-        """Return the natural logarithm of the lower of two wealths: one bets that the mean loss is below its
-        limit of ``quality``, the other that the share of lost answers is. Both must win, so each may err with
-        the whole probability."""
+        """Return the natural logarithm of the lower of two wealths. One bets that the mean loss is below its
+        limit, the other that the share of lost answers is below its own; ``quality`` sets both limits. Both
+        must win, so each may err with the whole probability."""
         return min(_log_wealth(rows, limit) for rows, limit in self._tested(quality))
 
     def _tested(self, quality: Quality) -> list[tuple[list[tuple[float, int]], float]]:

@@ -1,6 +1,6 @@
 """Deletions and erasures: their scope, the recorded erasures of a shard, and the calls that an erasure cuts.
 
-A chunk that was requested before an erasure of it is neither taken nor kept. A record of an erasure is a
+A chunk whose save was requested before its erasure is neither accepted nor kept. A record of an erasure is a
 tombstone: a namespace or a chunk's key, and the time at which the erasure was requested. Records are numbered
 in their order. The latest record of a chunk or namespace replaces earlier ones, and a record of a namespace
 replaces those of its chunks. They are in memory, and in the data directory if there is one.
@@ -174,7 +174,7 @@ class Erasures:
     def __init__(self, folder: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._writing = threading.Lock()
-        """Held over a write and the following change in memory."""
+        """Held during a write and the following change in memory."""
         self._lock = threading.Lock()
         """Guards the attributes below."""
         self._records: dict[str, dict[ChunkKey | None, _Record]] = {}
