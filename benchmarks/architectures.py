@@ -13,7 +13,6 @@ committed result that were not run; `make support` writes docs/SUPPORT.md from t
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -31,11 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-if importlib.util.find_spec("torchvision") is None:
-    # Before transformers looks for it, here and in every process that is started from here.
-    absent = str(Path(__file__).parent.parent / "tests" / "fakes" / "absent")
-    sys.path.append(absent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), absent)))
+from benchmarks.support.torchvision import python_path
+
+os.environ["PYTHONPATH"] = python_path()
 
 from benchmarks.support.architectures.catalogue import ALL, BLENDED, QUICK, Architecture
 from benchmarks.support.architectures.matrix import Matrix, figures_of, make_table

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt
@@ -21,17 +22,18 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def engine(
-    shape: str,
+    shape: str | Path,
     plugin: bool = True,
     layers: int | None = None,
     extra: Mapping[str, object] | None = None,
     **vllm_args: Any,
 ) -> Iterator[LocalEngine]:
+    """``shape``: of a model with random weights, or a checkpoint folder."""
     say(f"starting {shape}{'' if plugin else ' without the plugin'}")
     # Long deadlines, so that a busy machine does not cause declined blends.
     patience = {"lookup_deadline_ms": 30_000, "layer_deadline_ms": 30_000}
     config = {
-        "store": f"ram://bench-{shape}",
+        "store": f"ram://bench-{Path(shape).name}",
         "quality": "off",
         "loading_controller": False,
         **patience,
@@ -40,9 +42,8 @@ def engine(
     if plugin:
         say("random weights: blending without evidence (quality: off)")
     arguments = {"dtype": "bfloat16", "max_model_len": 8192, **vllm_args}
-    running = LocalEngine.start(
-        make_checkpoint_once(shape, layers=layers), extra_config=config if plugin else None, **arguments
-    )
+    folder = shape if isinstance(shape, Path) else make_checkpoint_once(shape, layers=layers)
+    running = LocalEngine.start(folder, extra_config=config if plugin else None, **arguments)
     try:
         yield running
     finally:

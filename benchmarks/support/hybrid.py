@@ -1,12 +1,13 @@
-"""Measures what blends lose on a model with recurrent layers.
+"""Measures what blends lose on models with recurrent layers.
 
-The model is `benchmarks.testbed.hybrid`'s, trained first if the cache has none. A configuration is chosen on
-some questions, within a quarter of a full prefill's cost, and judged on others.
+The models are those of `benchmarks.testbed.hybrid`, trained first if the cache has none. A configuration is
+chosen on some questions, within a quarter of a full prefill's cost, and judged on others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,22 @@ from kintsugi.quality import metrics
 ANSWERS_MIN, GAP_MIN = 0.96, 25
 CHOSEN_ON = 12
 """Prompts per task that a configuration is chosen on."""
-NO_PREFIX_CACHE: dict[str, Any] = {"dtype": "float32", "enable_prefix_caching": False}
-"""vLLM's Mamba-2 on a CPU fails with prefix caching: its scan returns final states alone."""
+DTYPES = {"mamba2": "float32", "delta_net": "bfloat16"}
+"""By kind of recurrence. vLLM computes Gated DeltaNet on a CPU in bfloat16 alone."""
 
 
-def hybrid_model_once() -> Path:
-    """The checkpoint folder. Trains the model if the cache has none."""
-    return checkpoint_once(f"hybrid-{recipe_digest()}", "the hybrid", make_hybrid_model)
+def hybrid_model_once(kind: str) -> Path:
+    """Return the checkpoint folder. Trains the model if the cache has none."""
+    make: Callable[[Path], None] = partial(make_hybrid_model, kind)
+    return checkpoint_once(f"{kind}-{recipe_digest()}", f"the hybrid with {kind}", make)
 
 
-def measure(setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:
+def measure(kind: str, setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:
     """Return `hybrid_kl_share`, `hybrid_answers_share`, and the figures that they are computed from.
     `setup.model` is the hybrid."""
-    with trained(setup, **NO_PREFIX_CACHE) as running:
+    # vLLM's Mamba-2 on a CPU fails with prefix caching: its scan returns final states alone.
+    arguments: dict[str, Any] = {"dtype": DTYPES[kind], "enable_prefix_caching": False}
+    with trained(setup, **arguments) as running:
         asked = testbed.questions(tasks, testbed.CHOSEN_FROM, min(CHOSEN_ON, setup.chosen_on))
         best = choose(setup, bench_of(running, testbed.cases(running, asked)), running.num_layers)
         scores = judged(setup, running, [NOTHING, best], tasks)
@@ -50,11 +54,15 @@ def measure(setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:
     how = f"{describe_selection(best)}, cost {blended.cost:.3f} (at most {COST}), n={len(blended.cases)}"
     means = f"KL {blended.kl_mean:.3g} after {reused.kl_mean:.3g}"
     return [
-        Figure.at_most("hybrid_kl_share", kl.mean, SHARE_MAX, unit="", detail=f"{how}, {kl}, {means}"),
-        Figure.at_least(
-            "hybrid_answers_share", answers.mean, ANSWERS_MIN, unit="", detail=f"{how}, {answers}"
+        Figure.at_most(
+            f"hybrid_kl_share [{kind}]", kl.mean, SHARE_MAX, unit="", detail=f"{how}, {kl}, {means}"
         ),
-        Figure.at_least("hybrid_reuse_gap_points", lost.mean, GAP_MIN, unit="points", detail=str(lost)),
-        Figure("hybrid_full_em", full.mean, "", detail=str(full)),
-        Figure("hybrid_r1_mismatches", mismatches.value, "", detail=mismatches.detail),
+        Figure.at_least(
+            f"hybrid_answers_share [{kind}]", answers.mean, ANSWERS_MIN, unit="", detail=f"{how}, {answers}"
+        ),
+        Figure.at_least(
+            f"hybrid_reuse_gap_points [{kind}]", lost.mean, GAP_MIN, unit="points", detail=str(lost)
+        ),
+        Figure(f"hybrid_full_em [{kind}]", full.mean, "", detail=str(full)),
+        Figure(f"hybrid_r1_mismatches [{kind}]", mismatches.value, "", detail=mismatches.detail),
     ]

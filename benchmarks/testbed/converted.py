@@ -45,11 +45,13 @@ def write_files(folder: Path, config: Mapping[str, Any], weights: dict[str, Tens
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def run(description: str | None, make: Callable[[Path, int], None], steps: int) -> None:
-    """The command: ``make`` the model in a folder, by this number of ``steps`` unless another is given."""
+def run(description: str | None, makes: Mapping[str, Callable[[Path, int], None]], steps: int) -> None:
+    """The command: make a model in a folder, by this number of ``steps`` unless another is given. ``makes``:
+    by the name of its kind, the first unless another is given."""
     parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--kind", choices=list(makes), default=next(iter(makes)))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=steps)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    make(arguments.out, arguments.steps)
+    makes[arguments.kind](arguments.out, arguments.steps)

@@ -223,4 +223,4 @@ def make_latent_model(folder: Path, steps: int = STEPS) -> None:
 
 
 if __name__ == "__main__":
-    run(__doc__, make_latent_model, STEPS)
+    run(__doc__, {"latent": make_latent_model}, STEPS)

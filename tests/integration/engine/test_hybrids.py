@@ -14,6 +14,7 @@ from math import isfinite
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -433,3 +434,30 @@ def test_preempted_blends_answer_as_alone(
         require_blended(answer)
         alone = ask_cold(small, prompt.token_ids, prompt.params(1.0), max_tokens=length)
         assert max_dlogprob(alone, answer) <= bound
+
+
+OTHER_STATES: dict[str, dict[str, Any]] = {
+    "lfm2": {"mamba_cache_dtype": "float16"},
+    "granite-4": {"mamba_ssm_cache_dtype": "float16"},
+}
+"""vLLM's arguments for states of another dtype than the model's."""
+
+
+@pytest.mark.engine("{hybrid} other states")
+def test_states_of_another_dtype_are_written_as_vllm_writes_them(
+    engine_slot: EngineSlot, hybrid: str
+) -> None:
+    """A blend rounds a state where a step ends, as a prefill of the same steps does."""
+    if hybrid not in OTHER_STATES:
+        pytest.skip("vLLM's Gated DeltaNet on a CPU takes states of one dtype")
+    arguments = {**ARGUMENTS[hybrid], **OTHER_STATES[hybrid]}
+    engine = engine_slot.get(hybrid, enable_prefix_caching=False, **arguments)
+    prompt = saved(engine, *SIZES)
+    for layer in get_kv_transfer_group()._worker._model.layers:
+        if layer.group.is_recurrent:
+            assert layer.attention.kv_cache[-1].dtype == torch.float16
+    asked = Prompt(prompt.token_ids, None, 8, top_logprobs=5, ignore_eos=True)
+    full = prefill_like_a_blend(engine, asked)
+    blended = ask_cold(engine, prompt.token_ids, prompt.params(1.0))
+    require_blended(blended)
+    assert_same(full, blended)

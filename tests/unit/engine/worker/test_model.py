@@ -25,6 +25,7 @@ from kintsugi.engine.worker.model import (
     _layers_by_spec,
     _owners_of,
     _require_attention,
+    _require_blendable_states,
     _require_one_each,
     _require_text_embeddings,
     _without_graphs,
@@ -268,6 +269,29 @@ def test_a_decoder_layer_that_mixes_tokens_twice_is_declined(
 
 def test_decoder_layers_may_mix_no_tokens() -> None:
     _require_one_each([0, 2, 5], [True, False, True])
+
+
+@pytest.mark.parametrize(
+    ("recurrent", "ranks", "feature"),
+    [
+        ([True, True], 1, "no layer that attends, only recurrent ones"),
+        ([True, False], 2, "recurrent layers, whose inputs are not split over tensor-parallel ranks"),
+        ([True, False], 1, None),
+        ([False, False], 2, None),
+    ],
+)
+def test_recurrent_layers_are_declined_without_attention_and_on_several_ranks(
+    recurrent: list[bool], ranks: int, feature: str | None
+) -> None:
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
+    layers: Any = [SimpleNamespace(group=SimpleNamespace(is_recurrent=one)) for one in recurrent]
+    if feature is None:
+        _require_blendable_states(config, layers)
+        return
+    with pytest.raises(NotBlendable, match=feature) as raised:
+        _require_blendable_states(config, layers)
+    assert raised.value.reason == "recurrent"
+    assert "every prompt is prefilled in full" in str(raised.value)
 
 
 def test_a_layer_is_called_with_the_modules_behind_it() -> None:
