@@ -365,7 +365,7 @@ def render_files() -> dict[Path, str]:
     """Contents of the chart's generated files, by path."""
     return {
         CHART / "values.yaml": values_yaml(),
-        CHART / "values.schema.json": json.dumps(values_schema(), indent=0) + "\n",
+        CHART / "values.schema.json": json.dumps(values_schema(), indent=0, separators=(",", ":")) + "\n",
     }
 
 

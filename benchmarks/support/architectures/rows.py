@@ -81,8 +81,9 @@ class Row:
         self.note(check, same and difference <= difference_max, difference, detail)
 
     def to_mapping(self) -> dict[str, Any]:
-        """JSON form."""
-        return {**self.__dict__, "outcome": self.outcome.value}
+        """JSON form, figures with three digits."""
+        figures = {name: float(f"{value:.3g}") for name, value in self.figures.items()}
+        return {**self.__dict__, "outcome": self.outcome.value, "figures": figures}
 
     @staticmethod
     def of(mapping: Mapping[str, Any]) -> Row:
