@@ -78,7 +78,7 @@ def test_all_that_could_be_exact_is_enough() -> None:
 
 def test_a_row_without_a_reference_is_not_counted() -> None:
     row = exact("LlamaForCausalLM")
-    del row.checks["any ratio"]
+    del row.figures["any ratio"]
     assert figure("architectures_exact", [row]).value == 0
 
 

@@ -86,7 +86,7 @@ class Matrix:
         return [
             ALL[name]
             for name, row in self.one_rank.items()
-            if self.outcome(name) is Outcome.EXACT and "any ratio" in row.checks and ALL[name] in BLENDED
+            if self.outcome(name) is Outcome.EXACT and "any ratio" in row.figures and ALL[name] in BLENDED
         ]
 
     def to_mapping(self) -> list[dict[str, Any]]:
@@ -123,8 +123,8 @@ def figures_of(matrix: Matrix, before: Sequence[Mapping[str, Any]] = ()) -> list
     rows = matrix.all_rows()
     in_float32 = [row for row in rows if ALL[row.name].dtype == "float32"]
     wrong = [f"{row.name} ({row.reason})" for row in rows if row.outcome is Outcome.WRONG]
-    bfloat16 = [row.checks["bfloat16"] for row in rows if "bfloat16" in row.checks]
-    tied = [row.name for row in rows if row.checks.get("bfloat16") and "bfloat16_tie_at" in row.figures]
+    bfloat16 = ["bfloat16" not in row.failed for row in rows if "bfloat16" in row.figures]
+    tied = [row.name for row in rows if "bfloat16" not in row.failed and "bfloat16_tie_at" in row.figures]
     lost = [
         f"{one['name']} ({matrix.outcome(one['name'])})"
         for one in before

@@ -59,15 +59,16 @@ class Row:
     """Why the outcome is not `exact`, in one sentence."""
     figures: dict[str, float] = field(default_factory=dict)
     """The largest difference that each check found, and other counts."""
-    checks: dict[str, bool] = field(default_factory=dict)
-    """Whether each check that ran holds."""
+    failed: list[str] = field(default_factory=list)
+    """The checks that do not hold."""
     seconds: float = 0.0
     commit: str = ""
     """The commit that it was found at."""
 
     def note(self, check: str, holds: bool, difference: float, detail: str = "") -> None:
         """Add what a check found. The first that does not hold decides the outcome."""
-        self.checks[check] = self.checks.get(check, True) and holds
+        if not holds and check not in self.failed:
+            self.failed.append(check)
         self.figures[check] = max(difference, self.figures.get(check, 0.0))
         if not holds and self.outcome is Outcome.EXACT:
             self.outcome = Outcome.WRONG
