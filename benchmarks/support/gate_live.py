@@ -41,7 +41,7 @@ PUT_BATCH, PUT_S = 16, 300.0
 CHARS_PER_TOKEN = 4.0
 PASSAGES_MAX = 10
 THREADS = {"OMP_NUM_THREADS": "2"}
-"""Lengths of prompts that have a bar."""
+"""Compute threads of the service, as the bars state."""
 BARS = {("smollm2-135m", 1200): 6.0, ("smollm2-135m", 3600): 15.0, ("qwen2.5-coder-0.5b", 1200): 20.0}
 """Minutes by model and tokens of a prompt."""
 COMPARED = 8

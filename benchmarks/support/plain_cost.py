@@ -28,7 +28,7 @@ LAYERS = 4
 REQUESTS = 8
 SETS = 5
 TURNS = 8
-"""Of each set of engines."""
+"""Number of turns of each set of engines."""
 RESAMPLES = 2000
 IDLE_CONNECTOR = {
     "kv_connector": "IdleConnector",

@@ -33,7 +33,7 @@ PUT_S = 600.0
 STUFFED_CHUNK_TOKENS = 384
 KILL_AFTER_S = 8.0
 BUSY_SHARE = 0.5
-"""Of a core, over `BUSY_PERIOD_S`: an engine that uses as much is computing an answer."""
+"""Share of a core, over `BUSY_PERIOD_S`: an engine that uses this much is computing an answer."""
 BUSY_PERIOD_S = 0.2
 BUSY_WAIT_S = 60.0
 KILLED = (("storeshard", "StoreShard"), ("engine", "Engine"), ("engine_again", "Engine"))

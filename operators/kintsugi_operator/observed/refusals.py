@@ -20,7 +20,7 @@ PROMPT_S, SLOW_S = 60.0, 600.0
 CREATE_S = 120.0
 """A pod that takes longer to create its containers, or a RayService without a status, lacks something."""
 STALLS_AFTER_S = {
-    # Of the API server, to the operator or to KubeRay.
+    # Refusals by the API server, of requests of the operator or of KubeRay.
     "QuotaExceeded": PROMPT_S,
     "LimitRangeExceeded": PROMPT_S,
     "WebhookDenied": PROMPT_S,
@@ -36,7 +36,7 @@ STALLS_AFTER_S = {
     "InvalidObject": PROMPT_S,
     "NotApplied": PROMPT_S,
     "PodsRefused": PROMPT_S,
-    # Of the scheduler, the volumes and the nodes.
+    # Refusals by the scheduler, the volumes and the nodes.
     "NodeNotMatched": PROMPT_S,
     "TaintNotTolerated": PROMPT_S,
     "Unschedulable": SLOW_S,
@@ -44,7 +44,7 @@ STALLS_AFTER_S = {
     "VolumeUnbound": SLOW_S,
     "VolumeLost": PROMPT_S,
     "Evicted": PROMPT_S,
-    # Of the kubelet.
+    # Refusals by the kubelet.
     "ImageNotPulled": PROMPT_S,
     "ImageNameInvalid": PROMPT_S,
     "MountMissing": PROMPT_S,
@@ -88,7 +88,7 @@ _UNSCHEDULABLE = (
 )
 _PULLING = {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "RegistryUnavailable"}
 _CREATING = {"ContainerCreating", "PodInitializing"}
-"""Of an init container, or of a pod without one."""
+"""Waiting reasons of an init container, or of a pod without one."""
 _WAITING = {"InvalidImageName": "ImageNameInvalid", "CreateContainerConfigError": "ConfigMissing"}
 
 

@@ -22,7 +22,7 @@ _CHECKSUM_BYTES = 16
 
 
 class Reports:
-    """Thread-safe. A damaged document counts as absent."""
+    """The reports of one shard. Thread-safe. A damaged document counts as absent."""
 
     def __init__(self, folder: Path | None) -> None:
         self._lock = threading.Lock()
