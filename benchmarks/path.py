@@ -113,7 +113,7 @@ class _Answer:
         return self._answer
 
     def cancel(self) -> None:
-        """Nothing: answers are read to their end."""
+        """Do nothing, because answers are read to their end."""
 
 
 class _Method:

@@ -6,7 +6,7 @@ for Mamba-2, x, B, C and dt. They are stored like the K and V of attention (docs
 
 vLLM computes convolution and scan of all requests of a step in one operation of `torch.ops.vllm`, between the
 projections of the layer. Here the operation is replaced for one layer call: so the projections, the gate and
-the output projection run over the computed tokens alone, and the operation over all of them.
+the output projection run over the computed tokens alone, and the operation over all tokens.
 """
 
 from __future__ import annotations
