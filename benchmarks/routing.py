@@ -60,7 +60,7 @@ def read_conversations(path: Path) -> list[Arrival]:
 
 
 def compare(name: str, arrivals: list[Arrival], fleet: Fleet) -> list[Figure]:
-    """Our router against the two others, on the same requests and engines."""
+    """Compare our router with the two others on the same requests and engines."""
     say(f"{name}: {len(arrivals)} requests on {fleet.engines} engines")
     ours = simulate(arrivals, fleet, ForecastRouter(fleet.shards()), SEED)
     others: dict[str, Waits] = {

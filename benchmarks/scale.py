@@ -6,7 +6,8 @@ The directory's own code runs on a simulated clock, with every heartbeat of ever
 rack is lost and comes back empty. The CPU times of a shard are measured on a real one, those of placement on
 the client's code. Requests draw Zipf chunks. No network and no gRPC headers are simulated. Figures:
 
-- `directory_bytes_per_watcher_s`, `…_worst_minute`: shard maps that each shard, gateway and engine is sent;
+- `directory_bytes_per_watcher_s`, `…_worst_minute`: bytes of shard maps that each shard, gateway and engine
+  receives;
 - `directory_cores`: CPU of reading, comparing and encoding maps and of heartbeats, without gRPC's and Ray's;
 - `erasure_calls_per_shard_s`, `erasure_bytes_per_shard_s`: gateways and engines ask two shards each, and
   other shards a few, once a period for erasures; bytes of the messages alone, without erasures;

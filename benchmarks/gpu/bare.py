@@ -23,11 +23,10 @@ READY = ".unpacked"
 
 
 def prepare_imports() -> list[str]:
-    """Put the sources on the path. Returns the libraries that something stands in for.
-
-    Chunks made here are read here, so any digest will do. The one in xxhash's place costs nothing: another
-    digest is many times slower, and a blend's time would be its. Nothing here is parsed, so what parses need
-    only be there.
+    """Put the sources on the path. Returns the libraries that are replaced by substitutes. Chunks that are
+    made here are read here, so any digest suffices. The substitute for xxhash computes nothing, because any
+    other digest is so much slower that it would dominate a blend's time. Nothing here is parsed, so what
+    parses need only be there.
     """
     for folder in (REPOSITORY, REPOSITORY / "services"):
         if str(folder) not in sys.path:
@@ -60,7 +59,7 @@ def unpack_site() -> Path | None:
     if not (site / READY).exists():
         with tarfile.open(ARCHIVE, "r:xz") as archive:
             archive.extractall(site, filter="data")
-        # Every process would compile the same thousand modules, one after the other.
+        # Otherwise every process would compile the same thousand modules again.
         compileall.compile_dir(site / "vllm", quiet=2, workers=0)
         (site / READY).touch()
     return site

@@ -128,8 +128,8 @@ def blend(prompt: Prompt, stack: PagedStack, selection: Selection) -> BlendPass:
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Fastest of `repeats` runs after one to warm up, in seconds by the host's clock, the device idle at
-    both ends."""
+    """Return the fastest of `repeats` runs after a warm-up, in seconds by the host's clock. The device is
+    idle before and after each run."""
     times = []
     for _ in range(repeats + 1):
         _wait(device)

@@ -1,4 +1,4 @@
-"""Waits and copies from pageable memory per layer of a blend, counted where there is no GPU.
+"""Counts waits and copies from pageable memory per layer of a blend, without a GPU.
 
 The blend runs over a pretended device (`tests.fakes.pretend_cuda`), which computes on the CPU. The difference
 between two depths is per layer: what happens once a pass is not in it.

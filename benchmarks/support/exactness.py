@@ -134,8 +134,8 @@ SELECTIONS = (
 def measure_oracle(quick: bool) -> list[Figure]:
     """Blends against an independent implementation on transformers, given the positions they selected.
 
-    In float32: in bfloat16 the two already differ by up to 0.29 at a full prefill of these models. What
-    float32 does not reach, the CPU kernel for scattered tokens, is compared with vLLM's in bfloat16.
+    In float32: in bfloat16 the two already differ by up to 0.29 at a full prefill of these models. The CPU
+    kernel for scattered tokens does not run in float32; it is compared with vLLM's in bfloat16.
     """
     from tests.oracle import Oracle, measured_layers
 

@@ -73,7 +73,7 @@ class Idle:
 
 
 def store_chunks(server: Server, texts: Sequence[str]) -> None:
-    """Every document's chunk, as an application puts it."""
+    """Put every document as a chunk, as an application does."""
     with Client(server.grpc, NAMESPACE, options=ClientOptions(timeout_s=PUT_S)) as client:
         for start in range(0, len(texts), PUT_BATCH):
             puts = client.put_chunks(texts[start : start + PUT_BATCH])
@@ -170,7 +170,7 @@ def _example(name: str) -> ModuleType:
 def measure_recovery(
     server: Server, texts: Sequence[str], workload: RagWorkload, idle: Idle, budget: Budget, bar: float | None
 ) -> list[Figure]:
-    """kill -9 of the shard's process, then of the engine's, each in the midst of a load of its own."""
+    """Kill the shard's process, and then the engine's, each during a separate load."""
     figures = [
         _recovery_from(server, texts, workload, idle, budget, f"recovery_{name}_s", deployment, number)
         for number, (name, deployment) in enumerate(KILLED)
@@ -182,7 +182,7 @@ def measure_recovery(
 def measure_recovery_of_one_in_two(
     server: Server, texts: Sequence[str], workload: RagWorkload, idle: Idle, budget: Budget, bar: float | None
 ) -> list[Figure]:
-    """kill -9 of one of two engines: the other takes its requests."""
+    """Kill one of two engines; the other must take over its requests."""
     found = _recovery_from(server, texts, workload, idle, budget, "one_in_two", "Engine", len(KILLED))
     return [Figure.at_most("recovery_two_engines_s", found.value or 0.0, bar, unit="s", detail=found.detail)]
 

@@ -325,7 +325,8 @@ class Writer:
         return said(f" {value}", ".")
 
     def bind_by_link(self, reference: str, running: str, link: str) -> list[Piece]:
-        """To what the running topic or place is now, unless it stood for that before; then nothing."""
+        """Bind a reference to the present topic or place, unless it stood for that before; then do
+        nothing."""
         past = self.past.setdefault(reference, set())
         origin = self.bound.get(running)
         if origin is None or origin.value in past:

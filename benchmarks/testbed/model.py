@@ -18,7 +18,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Architecture; every field has its namesake in transformers' LlamaConfig and Qwen3Config."""
+    """The architecture. Fields have the names of those in transformers' LlamaConfig and Qwen3Config."""
 
     vocab_size: int
     hidden_size: int = 192
@@ -289,7 +289,8 @@ def weigh_heads(attention: Attention, channels: Tensor, weight: float) -> None:
 def seed_matching_head(
     attention: Attention, shape: ModelShape, sought: Tensor, found: Tensor, kv_head: int, gain: float
 ) -> None:
-    """Makes the heads of a key head attend to tokens of which `found` reads what `sought` reads of the query.
+    """Makes the heads of a key head attend to tokens in which `found` reads the same value as `sought` reads
+    in the query.
 
     Both [head_dim, width]. Only RoPE's slow frequencies are used: a match must count alike at any distance of
     a prompt. What such a head attends to is passed on as it is, so that a resolved reference looks like the

@@ -147,7 +147,7 @@ def _run_agent(server: Server, texts: list[str], steps: int) -> None:
             answer, prompt_tokens = _ask(client, [system, *_joined(history)])
             history.append([{"role": "assistant", "content": answer}])
             say(f"step {step}: {prompt_tokens} tokens")
-            # The next tool's time; the answer's counters reach the metrics meanwhile.
+            # Wait for the next tool; meanwhile the answer's counters reach the metrics.
             time.sleep(TOOL_S)
 
 

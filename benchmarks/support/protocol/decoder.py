@@ -187,10 +187,10 @@ class PlainStack:
         return Hidden(self.decoder.embedding[token_ids], None)
 
     def begin_layer(self, layer: int) -> None:
-        """Nothing has to be prepared."""
+        """Do nothing: a pass needs no preparation."""
 
     def end_layer(self, layer: int) -> None:
-        """Nothing has to be put back."""
+        """Do nothing: nothing needs to be restored."""
 
     def keeps_layer(self, layer: int) -> bool:
         return True

@@ -81,7 +81,7 @@ def _chunks(text: str) -> list[Passage]:
 
 
 def _best_chunks(texts: Sequence[str], question: str, answers: Sequence[str]) -> tuple[Passage, ...]:
-    """Return, for each document, the chunk that shares most words with the question and its answers, and
+    """Return, for each document, the chunk that shares the most words with the question and its answers, and
     repeats none of the chunks before it if that is possible: MuSiQue's passages are windows over the same
     texts."""
     wanted = set(re.findall(r"\w+", f"{question} {' '.join(answers)}".lower()))

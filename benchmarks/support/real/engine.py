@@ -139,8 +139,8 @@ class RealBench:
         return True
 
     def check_prefix_cache(self, items: Iterable[Item], clock: Clock) -> bool:
-        """Answer some of full prefill's questions with known answers again, without its prefix cache. Returns
-        whether nothing is left."""
+        """Answer some of full prefill's questions with known answers again, without the prefix cache. Returns
+        whether all are answered."""
         for item in items:
             key = ("uncached", *item.key[1:])
             if clock.is_over:
@@ -226,7 +226,7 @@ class RealBench:
         }
 
     def _store(self, items: list[Item]) -> None:
-        """Save the passages that were not saved after this context before."""
+        """Save the passages that are not yet saved with this context."""
         passages = [text for item in items for text in self.sets[item.part][item.number].passages]
         keys = {("stored", self.context, digest_of(text)): text for text in passages}
         left = {key: text for key, text in keys.items() if key not in self.records}

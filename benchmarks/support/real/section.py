@@ -232,8 +232,8 @@ class Run:
         )
 
     def _measure(self, items: Sequence[Item]) -> bool:
-        """Add what the records lack, context by context, the running engine's first. Returns whether nothing
-        is left."""
+        """Add the missing records, context by context, the running engine's first. Returns whether all are
+        complete."""
         left = [item for item in dict.fromkeys(items) if item.key not in self._records]
         running = self._bench and self._bench.context
         for context in sorted(self._setup.contexts, key=lambda one: one != running):

@@ -63,7 +63,7 @@ def measure_ttft(
     records: Records,
     clock: Clock,
 ) -> bool:
-    """Add the prompts that the records lack, one after the other. Returns whether nothing is left.
+    """Measure the prompts that the records lack, one after the other. Returns whether all are measured.
 
     Each prompt is sent twice, blended and prefilled in full, in turns first. The answers to ``warm_up``
     prepare kernels and are not counted.
@@ -98,7 +98,7 @@ def _client(server: Server) -> openai.OpenAI:
 
 
 def _ask_both(server: Server, client: openai.OpenAI, one: PassageSet) -> dict[str, float]:
-    """Seconds to the first token by method, and the blend's cost. The passages are put before."""
+    """Seconds to the first token by method, and the blend's cost. The passages are stored first."""
     with Client(server.grpc, NAMESPACE, options=ClientOptions(timeout_s=TIMEOUT_S)) as sdk:
         puts = sdk.put_chunks([text + CHUNK_END for text in one.passages])
     if failed := [put for put in puts if put.state == "failed"]:

@@ -1,9 +1,9 @@
 """Measures the bytes that a process keeps per byte charged to a namespace, by kind of item.
 
-Each kind is made in a process of its own, of the shapes that cost most beside what they seem to hold: chunks
-with one token, with a head for each byte, with frames far below a block. Kept is what the process's memory
-grows by, and what the tiers and catalogs on disk take. For items other than chunks (`tests.fakes.kept`), it
-is the memory that they take of Python's heap.
+Each kind is measured in a separate process, with the shapes whose overhead is largest: chunks with one token,
+with a head for each byte, with frames far smaller than a block. Kept is what the process's memory grows by,
+and what the tiers and catalogs on disk take. For items other than chunks (`tests.fakes.kept`), it is the
+memory that they take of Python's heap.
 """
 
 from __future__ import annotations

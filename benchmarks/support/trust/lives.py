@@ -16,7 +16,7 @@ CHUNK_TOKENS = 24
 
 
 def gateway(folder: str, store_url: str) -> None:
-    """Serve a gateway whose engine is a stub that stores made-up chunks; say its address."""
+    """Serve a gateway whose engine is a stub that stores made-up chunks; print its address."""
     from kintsugi.core.deploy import GatewaySpec
     from kintsugi.gateway.fronts.grpc_server import GatewayServer
     from kintsugi.gateway.gateway import Gateway
@@ -37,7 +37,7 @@ def gateway(folder: str, store_url: str) -> None:
 
 
 def engine(store_url: str, seed: int) -> None:
-    """Save random chunks with a real engine; say the key of each that is stored."""
+    """Save random chunks with a real engine; print the key of each that is stored."""
     from kintsugi.core.spaces import ChunkKey
     from kintsugi.engine.local import LocalEngine
     from tests.fakes.random_models.factory import make_checkpoint_once

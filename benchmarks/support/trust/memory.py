@@ -121,7 +121,7 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def _count_ended_with_monitor() -> int:
-    """The processes that Ray ends where its monitor is on."""
+    """The processes that Ray ends if its monitor is on."""
     with tempfile.TemporaryDirectory(prefix="km-", ignore_cleanup_errors=True) as folder:
         environment = _environment(RAY_memory_monitor_refresh_ms="250", RAY_TMPDIR=folder)
         try:
