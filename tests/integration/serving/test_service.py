@@ -217,6 +217,25 @@ def test_a_killed_directory_comes_back_at_its_port_and_hears_of_all_shards(deplo
     assert ray.get(directory.__ray_call__.remote(lambda self: os.getpid())) != process
 
 
+def test_a_killed_controller_comes_back_and_replaces_nothing(deployed: Deployed) -> None:
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    before = others(deployed, "")
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    process = ray.get(controller.get_pid.remote())
+    os.kill(process, signal.SIGKILL)
+
+    def is_back() -> bool:
+        try:
+            return ray.get(controller.get_pid.remote(), timeout=5) != process and deployed.ready()
+        except (ray.exceptions.RayError, KintsugiError):
+            return False
+
+    assert eventually(is_back)
+    assert others(deployed, "") == before
+
+
 def children(process: int) -> list[int]:
     task = Path(f"/proc/{process}/task")
     return [int(child) for thread in task.iterdir() for child in (thread / "children").read_text().split()]
