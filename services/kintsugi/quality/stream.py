@@ -68,13 +68,11 @@ from kintsugi.quality.sampling import FairSampler, is_sampled
 logger = logging.getLogger(__name__)
 
 FULL_PREFILLS = frozenset((LEARNING, CLOSED, UNMEASURED, "blending_is_slower", "loading_is_slower"))
-"""Reasons of full prefills that are measured: blending is closed for the prompt, or is predicted to be
-slower."""
+"""Reasons of full prefills that are measured: blending is closed for it, or predicted to be slower."""
 PENDING_MAX = 8
 """Maximum number of answers that wait for their twins."""
 REMEMBERED_MAX = 4096
-"""Maximum number of measured prompts that are remembered by digest: a prompt sent again is no further
-evidence."""
+"""Maximum number of measured prompts remembered by digest: a repeated prompt is no further evidence."""
 PENDING_S = 600.0
 """Maximum wait. An answer that waited longer is dropped and counted."""
 INTERRUPTIONS_MAX = 3
@@ -89,8 +87,7 @@ OPEN_PER_MINUTE = 1.0
 PROBATION_SHARE = 0.25
 """Share of blends that are measured while the evidence of other versions is on probation."""
 HOPELESS_PAIRS = 24
-"""Minimum number of pairs before a configuration can count as beyond the limit. Then no more pairs are
-run."""
+"""Minimum number of pairs before a configuration can count as beyond the limit, and no more are run."""
 TRIP_PAIRS_MIN = 32
 """Minimum number of a namespace's own pairs whose losses set the limit of its trip test."""
 TRIP_STEP = 8
@@ -175,7 +172,7 @@ class StreamCounts:
     pairs: int = 0
     """Pairs that were measured."""
     failed: int = 0
-    """Pairs whose twin failed. A blend that fails counts as the worst loss; a full prefill says nothing."""
+    """Pairs whose twin failed. A failed blend counts as the worst loss, a failed full prefill is ignored."""
     dropped: Counter[int] = field(default_factory=Counter)
     """Answers that waited too long for their twin, or were erased with their namespace, by the band of their
     prompts' lengths (`core.report.BANDS`)."""
