@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -59,15 +60,17 @@ def ask(session: Session, questions: Sequence[DemoQuestion], alone: bool) -> lis
 
 
 def write_questions(path: Path, questions: Sequence[DemoQuestion]) -> None:
-    """Write the questions as JSON lines, replacing the file's content."""
+    """Write the questions as JSON lines, compressed, replacing the file's content."""
     lines = [json.dumps(asdict(question), ensure_ascii=False) for question in questions]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_bytes(lzma.compress(("\n".join(lines) + "\n").encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     shipped = packaged_files() / QUESTIONS_FILE
-    parser.add_argument("--out", type=Path, default=shipped, help="JSON lines; default: the file that ships")
+    parser.add_argument(
+        "--out", type=Path, default=shipped, help="compressed JSON lines; default: the file that ships"
+    )
     parser.add_argument("--alone", action="store_true", help="ask one by one, not all at once")
     parser.add_argument("--restart", action="store_true", help="forget the rounds before")
     arguments = parser.parse_args()

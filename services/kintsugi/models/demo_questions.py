@@ -2,7 +2,7 @@
 
 Each question was written before the model answered it. `benchmarks/support/demo_questions.py` asked the
 reference model each question with full prefill, full KV reuse and the demo's blend, in several rounds with
-different rounding errors, and recorded the answers in `demo_questions.jsonl`. The demo shows the first
+different rounding errors, and recorded the answers in `demo_questions.jsonl.xz`. The demo shows the first
 question that shows the effect of blending, and the number of such questions. Full prefill and the blend must
 be right in every round; full KV reuse counts as right if it is right in any round. The answers were computed
 in float32, because in bfloat16 they depend on the CPU.
@@ -11,6 +11,7 @@ in float32, because in bfloat16 they depend on the CPU.
 from __future__ import annotations
 
 import json
+import lzma
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 from kintsugi.models.bundled import packaged_files
 
-QUESTIONS_FILE = "demo_questions.jsonl"
+QUESTIONS_FILE = "demo_questions.jsonl.xz"
 
 
 def is_right(text: str, answers: Sequence[str]) -> bool:
@@ -105,7 +106,7 @@ class RightAnswers:
 @lru_cache(maxsize=1)
 def read_demo_questions() -> tuple[DemoQuestion, ...]:
     """Return all questions, in the order in which they were written. Raises `Unavailable`."""
-    text = (packaged_files() / QUESTIONS_FILE).read_text(encoding="utf-8")
+    text = lzma.decompress((packaged_files() / QUESTIONS_FILE).read_bytes()).decode()
     return tuple(DemoQuestion.from_mapping(json.loads(line)) for line in text.splitlines())
 
 
