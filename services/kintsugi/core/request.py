@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt
+from pydantic import BeforeValidator
 
 from kintsugi.core.errors import InvalidField, InvalidSpan
 from kintsugi.core.plugins import SELECTORS, plugin_names
@@ -198,35 +198,35 @@ class KintsugiParams:
     context: Annotated[tuple[Span, ...], BeforeValidator(_read_context)] = ()
     """In a save: positions of the passages between the prefix and the chunk, in JSON `[start, end]`, if they
     are not the space's context. They belong to the chunk's namespace."""
-    ratio: StrictFloat | None = None
+    ratio: float | None = None
     """Share of the hit tokens to recompute, 0 to 1. Null: the report's."""
     selector: str | None = None
     """Which tokens to recompute. Null: the report's."""
-    explain: StrictBool = False
+    explain: bool = False
     """Report which positions each layer computed, and what `timeline` reports."""
-    timeline: StrictBool = False
+    timeline: bool = False
     """Report when each layer was loaded and computed."""
-    ttl_s: StrictFloat | None = None
+    ttl_s: float | None = None
     """Maximum lifetime in seconds of what is stored for the request: the chunk of a save, chunks that the
     request misses and a gateway fills, and segments that it discovers. Null: no limit of its own."""
-    asked_at_s: StrictFloat = 0.0
+    asked_at_s: float = 0.0
     """When a save was requested (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
     shared: str = ""
     """A namespace whose chunks are used where the request's own has none. A gateway sets it, never a caller:
     it decides whose chunks are read."""
-    chunk_tokens_multiple: StrictInt = 1
+    chunk_tokens_multiple: int = 1
     """Chunks that are found by their texts end at a multiple of this many tokens. A gateway sets it."""
-    discover: StrictBool = False
+    discover: bool = False
     """Count the segments of the prompt outside its `spans`, save those that recur, and use saved ones. A
     gateway sets it from the namespace's rules: other users of a namespace can tell what was saved in it."""
-    no_store: StrictBool = False
+    no_store: bool = False
     """Count and save nothing of this prompt. Stored chunks are used; if the request declares chunks, only
     those."""
-    learn: StrictBool = True
+    learn: bool = True
     """Whether the engine may measure a blend of this prompt. A gateway sets it from the namespace's rules."""
     trial: Trial | None = None
     """A configuration to blend with, whatever the report allows. Only the engine itself sets it."""
-    version: StrictInt = PARAMS_VERSION
+    version: int = PARAMS_VERSION
     """Version of this form."""
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import SchemaValidator
 
 from kintsugi.core.errors import InvalidField, UnknownField
 
@@ -25,8 +26,11 @@ OFF_IN_YAML = BeforeValidator(lambda value: "off" if value is False else value)
 """Annotation of a setting with the value `off`, which YAML reads as false without quotes."""
 
 
-def load(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
+def load(cls: type[T], values: Mapping[str, Any], where: str = "", are_texts: bool = False) -> T:
     """Build the dataclass `cls` from `values`, whose path in the user's input is `where`.
+
+    Numbers and truth values have their own types: `true` is not 1, and "1" neither. With ``are_texts``, as in
+    the query of a URL, they are written as text.
 
     Raises `UnknownField` (with the nearest valid name) for a key that `cls` lacks and `InvalidField` for a
     value of the wrong type or outside its bounds, or for a key in a dataclass's `REFUSED`, with the reason
@@ -35,7 +39,7 @@ def load(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     if not isinstance(values, Mapping):
         raise InvalidField(where or cls.__name__, f"expected a mapping, got {type(values).__name__}")
     try:
-        value: T = _adapter(cast("Any", cls)).validate_python(dict(values))
+        value: T = _validator(cast("Any", cls), are_texts).validate_python(dict(values))
         return value
     except ValidationError as error:
         raise _first_error(cls, error, where) from None
@@ -105,10 +109,23 @@ def _kind_of(value: object) -> str:
 
 
 @lru_cache(maxsize=64)
-def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+def _validator(cls: type[Any], are_texts: bool) -> SchemaValidator:
     config = getattr(cls, "__pydantic_config__", {})
     assert config.get("extra") == "forbid", f"{cls.__name__} would drop unknown keys: set it to STRICT"
-    return TypeAdapter(cls)
+    schema = TypeAdapter(cls).core_schema
+    return SchemaValidator(schema if are_texts else _without_conversions(schema))
+
+
+def _without_conversions(schema: Any) -> Any:
+    """Return pydantic's schema with numbers and truth values strict. Its strict mode would also refuse lists
+    in place of tuples, and mappings in place of dataclasses."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_without_conversions, schema))
+    if not isinstance(schema, dict):
+        return schema
+    strict = {"strict": True} if schema.get("type") in ("bool", "float", "int") else {}
+    kept = {name: part for name, part in schema.items() if name == "keys_schema"}  # JSON's keys are texts
+    return {name: _without_conversions(part) for name, part in schema.items()} | strict | kept
 
 
 def _first_error(cls: type[Any], error: ValidationError, where: str) -> InvalidField:

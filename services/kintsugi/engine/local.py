@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, Strict, StrictBool
+from pydantic import Field
 
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import (
@@ -56,7 +56,7 @@ IDLE_S = 0.001
 """A step without outputs that takes less time has computed nothing; the next step begins this much later."""
 STOPS_MAX = 16
 BIASES_MAX = 1024
-_Whole = Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 63)]
+_Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 """The largest integer that can be serialised for an engine's process (64 bits)."""
 
 
@@ -357,9 +357,9 @@ class _Sampling:
     seed: _Whole | None = None
     stop: list[str] | str | None = None
     stop_token_ids: list[_Whole] | None = None
-    ignore_eos: StrictBool | None = None
-    include_stop_str_in_output: StrictBool | None = None
-    skip_special_tokens: StrictBool | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     logit_bias: dict[Annotated[int, Field(ge=0, lt=1 << 32)], float] | None = None
 
     def __post_init__(self) -> None:

@@ -27,6 +27,9 @@ class Config:
     tier: Tier | None = None
     tiers: list[Tier] = field(default_factory=list)
     by_name: dict[str, Tier] = field(default_factory=dict)
+    shares: tuple[float, ...] = ()
+    is_shared: bool | None = None
+    biases: dict[int, float] = field(default_factory=dict)
 
 
 def test_values_and_defaults() -> None:
@@ -75,6 +78,37 @@ def test_a_bad_value_is_named(values: dict[Any, Any], where: str, problem: str) 
     with pytest.raises(InvalidField, match=problem) as raised:
         load(Config, values)
     assert raised.value.field == where
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"ratio": True}, "ratio"),
+        ({"ratio": "0.5"}, "ratio"),
+        ({"tier": {"path": "/", "capacity_bytes": True}}, "tier.capacity_bytes"),
+        ({"tier": {"path": "/", "capacity_bytes": 7.0}}, "tier.capacity_bytes"),
+        ({"tiers": [{"path": "/", "capacity_bytes": "7"}]}, "tiers.0.capacity_bytes"),
+        ({"by_name": {"a": {"path": "/", "capacity_bytes": False}}}, "by_name.a.capacity_bytes"),
+        ({"shares": [0.5, True]}, "shares.1"),
+        ({"is_shared": 1}, "is_shared"),
+        ({"is_shared": "yes"}, "is_shared"),
+        ({"biases": {"5": True}}, "biases.5"),
+    ],
+)
+def test_a_value_of_another_type_is_not_converted(values: dict[str, Any], where: str) -> None:
+    with pytest.raises(InvalidField, match="input should be a valid") as raised:
+        load(Config, {"name": "a", **values})
+    assert raised.value.field == where
+
+
+def test_whole_numbers_are_numbers_and_keys_are_texts() -> None:
+    loaded = load(Config, {"name": "a", "ratio": 1, "shares": [1, 0.5], "biases": {"5": 2}})
+    assert (loaded.ratio, loaded.shares, loaded.biases) == (1.0, (1.0, 0.5), {5: 2.0})
+
+
+def test_texts_are_converted_where_all_values_are_texts() -> None:
+    loaded = load(Config, {"name": "a", "ratio": "0.5", "is_shared": "true"}, are_texts=True)
+    assert (loaded.ratio, loaded.is_shared) == (0.5, True)
 
 
 @pytest.mark.parametrize("values", [None, [], "name", 3])

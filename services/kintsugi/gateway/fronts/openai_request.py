@@ -14,7 +14,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall
 from kintsugi.core.namespaces import NARROWING_FIELDS
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
-from kintsugi.core.schema import check_whole
+from kintsugi.core.schema import check_number, check_whole
 from kintsugi.core.spaces import check_namespace
 
 SEARCHED_CHARS_MAX = 1 << 21
@@ -25,12 +25,24 @@ once."""
 DOCUMENT_TEXT_KEYS = ("text", "contents", "content")
 
 WHOLE_MAX = (1 << 31) - 1
+SEED_MAX = (1 << 63) - 1
 ANSWER_LIMITS = {
     CHAT_PATH: ("max_completion_tokens", "max_tokens"),
     COMPLETIONS_PATH: ("max_tokens",),
     RESPONSES_PATH: ("max_output_tokens",),
 }
 """Fields that limit the length of an answer; the first one that is set applies."""
+_WHOLE_FIELDS = ("seed", "top_k", "min_tokens", "top_logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_NUMBER_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "length_penalty",
+)
+"""Fields of sampling, of which vLLM would convert `true` and texts."""
 PROMPT_FIELDS = {
     CHAT_PATH: ("messages", "documents"),
     COMPLETIONS_PATH: ("prompt",),
@@ -107,6 +119,7 @@ def parse_openai_call(
     _check_answers(body)
     for name in (*ANSWER_LIMITS[path], "priority"):
         _check_whole(body, name)
+    _check_sampling(path, body)
     if body.get("priority") is not None:
         check_priority(body["priority"])
     if body.get("use_beam_search") not in (None, False):
@@ -157,11 +170,24 @@ def _check_answers(body: Mapping[str, Any]) -> None:
         )
 
 
-def _check_whole(body: Mapping[str, Any], name: str) -> None:
+def _check_sampling(path: str, body: Mapping[str, Any]) -> None:
+    """Raise `InvalidField` for a number or token id of another type, such as `true`."""
+    for name in (*_WHOLE_FIELDS, *(("logprobs",) if path == COMPLETIONS_PATH else ())):
+        _check_whole(body, name, SEED_MAX)
+    for name in _NUMBER_FIELDS:
+        if body.get(name) is not None:
+            check_number(body[name], name)
+    prompt = body.get("prompt")
+    for one in prompt if isinstance(prompt, list) else ():
+        if any(isinstance(token_id, bool) for token_id in (one if isinstance(one, list) else (one,))):
+            raise InvalidField("prompt", "has true or false among its token ids")
+
+
+def _check_whole(body: Mapping[str, Any], name: str, maximum: int = WHOLE_MAX) -> None:
     """Raise `InvalidField` for another type, which vLLM would convert, or a number that it could not
     hold."""
     if body.get(name) is not None:
-        check_whole(body[name], name, -WHOLE_MAX, WHOLE_MAX)
+        check_whole(body[name], name, -maximum, maximum)
 
 
 def find_requested_namespace(body: Mapping[str, Any], header: str | None) -> str | None:

@@ -105,4 +105,4 @@ def tls_files_of(query: str) -> TlsFiles | None:
 
 
 def _read_query(query: str) -> UrlQuery:
-    return load(UrlQuery, dict(parse_qsl(query, keep_blank_values=True)), where="store")
+    return load(UrlQuery, dict(parse_qsl(query, keep_blank_values=True)), "store", are_texts=True)

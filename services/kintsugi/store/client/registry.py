@@ -44,7 +44,8 @@ def ram_url(name: str, bytes_per_s: float | None = None) -> str:
 def _open_ram(url: str) -> ChunkStore:
     parts = urlsplit(url)
     name = parts.netloc or "default"
-    rate = load(_RamQuery, dict(parse_qsl(parts.query, keep_blank_values=True)), "store").bytes_per_s
+    values = dict(parse_qsl(parts.query, keep_blank_values=True))
+    rate = load(_RamQuery, values, "store", are_texts=True).bytes_per_s
     if rate is not None and not 0 < rate < math.inf:
         raise InvalidField("store.bytes_per_s", f"{rate} is not a rate above 0")
     with _lock:

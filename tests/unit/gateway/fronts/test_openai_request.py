@@ -223,6 +223,26 @@ def test_answers_of_one_request_are_bounded(body: dict[str, Any], field: str) ->
         parse_openai_call("r", COMPLETIONS_PATH, fine, "acme", lambda text: ())
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, True) for name in ("seed", "top_k", "min_tokens", "max_tokens", "logprobs", "temperature")),
+        *((name, "1") for name in ("seed", "top_p", "repetition_penalty", "presence_penalty", "min_p")),
+        *(("prompt", ids) for ids in ([True], [1, False], [[1], [1, True]])),
+    ],
+)
+def test_a_number_of_another_type_is_refused(name: str, value: Any) -> None:
+    """vLLM's models read a number from `true` and from text."""
+    with pytest.raises(InvalidField) as caught:
+        parsed({"prompt": "q", name: value}, COMPLETIONS_PATH)
+    assert caught.value.field == name
+
+
+def test_numbers_of_sampling_are_passed_on() -> None:
+    body = {"messages": [], "seed": 1 << 40, "top_k": -1, "temperature": 0, "logprobs": True, "top_p": None}
+    assert parsed(body, CHAT_PATH).body == body
+
+
 @pytest.mark.parametrize("n", ["10000", 10000.0, 1.0, "many", [1]])
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
 def test_answers_are_counted_before_anybody_reads_another_number_there(path: str, n: Any) -> None:
