@@ -7,10 +7,13 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kintsugi.core.deploy import (
     DRAIN_S,
@@ -32,6 +35,7 @@ from kintsugi.serving.directory import remove_directory
 from kintsugi.serving.lost_parts import LostParts
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 OBJECT_STORE_BYTES = 200 << 20
 """Size of Ray's object store. Requests and answers are small, and chunk KV never passes through Ray."""
@@ -48,6 +52,9 @@ SYSTEM_CPUS = 1
 """CPUs for Serve's controller and for building applications."""
 POLL_S = 0.25
 ASK_TIMEOUT_S = 30.0
+SERVE_ANSWER_S = 300.0
+"""Time limit for Serve's controller to start or answer: seconds on an idle machine, minutes beside others'
+work."""
 STOP_SLACK_S = 15.0
 """Time limit for Serve to kill replicas whose drain time is over, and to report it."""
 MESSAGE_CHARS_MAX = 2000
@@ -110,6 +117,26 @@ def _expect_ray(task: str, *more: type[Exception]) -> Iterator[None]:
         ) from error
 
 
+def _ask_serve(ask: Callable[[], T]) -> T:
+    """Return what `ask` returns. Raises `TimeoutError` after `SERVE_ANSWER_S`, with `ask` left in its thread:
+    Serve itself waits for its controller without a limit."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # noqa: BLE001
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="asks-serve", daemon=True).start()
+    try:
+        return answer.result(SERVE_ANSWER_S)
+    except TimeoutError:
+        if answer.done():
+            raise
+        raise TimeoutError(f"Serve's controller does not answer within {SERVE_ANSWER_S:.0f} s") from None
+
+
 def cause_in(message: str) -> str:
     """Extract Kintsugi's error from Serve's message about a failed replica, which usually is a traceback."""
     ours = re.findall(r"^kintsugi\.core\.errors\.(\w+: .+)$", message, re.MULTILINE)
@@ -131,11 +158,15 @@ class Service:
         from ray.serve.schema import ServeDeploySchema
 
         schema = ServeDeploySchema.model_validate(self.config)
-        with _expect_ray("start Serve"):
+
+        def start() -> None:
             client = serve_start(
                 proxy_location=schema.proxy_location, http_options=schema.http_options.model_dump()
             )
             client.deploy_apps(schema)
+
+        with _expect_ray("start Serve"):
+            _ask_serve(start)
 
     def progress(self) -> list[DeploymentProgress]:
         """Return all deployments that Serve has created so far, shards first. Raises `Unavailable`."""
@@ -143,7 +174,7 @@ class Service:
 
         found: list[DeploymentProgress] = []
         with _expect_ray("report its deployments"):
-            applications = serve.status().applications
+            applications = _ask_serve(serve.status).applications
         for name in (STORE_APP, SERVICE_APP):
             application = applications.get(name)
             if application is None:
@@ -222,7 +253,7 @@ class Service:
             try:
                 self._end(SERVICE_APP)
                 self._end(STORE_APP)
-                serve.shutdown()
+                _ask_serve(serve.shutdown)
             except RayServeException as error:
                 log.info("Serve is not running, so there is nothing to shut down: %s", error)
             remove_directory()
@@ -233,8 +264,8 @@ class Service:
 
         timeout_s = DRAIN_S + END_MARGIN_S + STOP_SLACK_S
         deadline_s = time.monotonic() + timeout_s
-        serve.delete(application, _blocking=False)
-        while application in serve.status().applications:
+        _ask_serve(lambda: serve.delete(application, _blocking=False))
+        while application in _ask_serve(serve.status).applications:
             if time.monotonic() > deadline_s:
                 raise DeadlineExceeded(f"{application} did not end within {timeout_s:.0f} s; Ray kills it")
             time.sleep(POLL_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -74,6 +75,27 @@ def test_ray_that_times_out_is_said_in_a_sentence(
     assert says.startswith(f"Ray does not {does} ({type(error).__name__}: Get timed out.); ")
     assert says.endswith("stop other processes and try again")
     assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        (Service(SPEC).deploy, "ray.serve._private.api.serve_start"),
+        (Service(SPEC).progress, STATUS),
+        (Service(SPEC).stop, "ray.serve.delete"),
+    ],
+)
+def test_a_controller_that_never_answers_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, task: Callable[[], Any], name: str
+) -> None:
+    forever = threading.Event()
+    monkeypatch.setattr(name, lambda *_, **__: forever.wait())
+    monkeypatch.setattr(module, "SERVE_ANSWER_S", 0.05)
+    try:
+        with pytest.raises(Unavailable, match="Serve's controller does not answer within 0 s"):
+            task()
+    finally:
+        forever.set()
 
 
 def test_our_own_error_at_ray_s_start_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
