@@ -24,8 +24,8 @@ def main() -> None:
     except OSError as error:
         if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
             raise
-        place = error.filename or "the output"
-        print(f"kintsugi: {place} cannot be read or written ({error.strerror or error})", file=sys.stderr)
+        place = error.filename or "the output or a file"
+        print(f"kintsugi: {place} cannot be read or written ({error.strerror})", file=sys.stderr)
         # What is buffered would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(ExitCode.FAILURE)

@@ -42,7 +42,7 @@ SIZE = ("size", "--model", "bundled", "--corpus-tokens", "1M", "--bandwidth", "2
 def test_a_full_output_is_said_in_a_line(arguments: tuple[str, ...], unbuffered: str) -> None:
     code, _, error = run("> /dev/full", *arguments, PYTHONUNBUFFERED=unbuffered)
     assert code == ExitCode.FAILURE
-    assert error == "kintsugi: the output cannot be read or written (No space left on device)\n"
+    assert error == "kintsugi: the output or a file cannot be read or written (No space left on device)\n"
 
 
 @pytest.mark.parametrize("redirections", ["<&- >&-", "<&- >&- 2>&-", ">&-"])

@@ -78,13 +78,16 @@ def make_private(path: Path) -> None:
 
 
 def check_private(field: str, path: Path) -> None:
-    """Raise `InvalidField` for a file that other users may read, and for a missing file. A file on a
-    read-only mount, such as a Secret, is accepted, because its mode is the mount's."""
+    """Raise `InvalidField` for a file that other users may read, for a missing file, and for a pipe, whose
+    reader would wait. A file on a read-only mount, such as a Secret, is accepted, because its mode is the
+    mount's."""
     try:
         found = path.stat()
         is_mounted = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except OSError as error:
         raise InvalidField(field, f"{path} cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidField(field, f"{path} is not a regular file; name one")
     # A service that does not own its file reads it as a member of the file's group.
     open_to_others = found.st_mode & (0o077 if found.st_uid == os.geteuid() else 0o027)
     if open_to_others and not is_mounted:

@@ -46,6 +46,13 @@ def test_a_file_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: i
         check_private("tokens_file", path)
 
 
+def test_what_would_block_its_reader_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(InvalidField, match=r"tokens_file: .*pipe is not a regular file; name one"):
+        check_private("tokens_file", path)
+
+
 def test_a_file_of_another_user_is_read_by_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = file_of_mode(tmp_path, 0o640)
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)

@@ -45,6 +45,9 @@ class Home:
         try:
             self.shard_id = self._load_identity(shard_id)
             """The UUID that decides which chunks the shard holds. Every directory of a shard contains it."""
+        except OSError as error:
+            self.close()
+            raise InvalidField("data-dir", f"{path} cannot be used ({error.strerror})") from error
         except BaseException:
             self.close()
             raise
