@@ -4,20 +4,27 @@
 
 The directory's own code runs on a simulated clock, with every heartbeat of every shard: shards restart, one
 rack is lost and comes back empty. The CPU times of a shard are measured on a real one, those of placement on
-the client's code. Requests draw Zipf chunks. No network and no gRPC headers are simulated. Figures:
+the client's code. Requests draw Zipf chunks. The store's own code decides, from a cold start on, how many
+shards share the reads of a hot chunk; a shard copies one chunk a second. Neither the network nor gRPC headers
+are simulated. Figures:
 
 - `directory_bytes_per_watcher_s`, `…_worst_minute`: bytes of shard maps that each shard, gateway and engine
   receives;
 - `directory_cores`: CPU of reading, comparing and encoding maps and of heartbeats, without gRPC's and Ray's;
 - `erasure_calls_per_shard_s`, `erasure_bytes_per_shard_s`: gateways and engines ask two shards each, and
   other shards a few, once a period for erasures; bytes of the messages alone, without erasures;
-- `traffic_per_shard_s`: both together;
+- `sharing_bytes_per_shard_s`: first owners ask the shards that share their hot chunks' reads;
+- `traffic_per_shard_s`: the three together;
+- `shared_chunks`: chunks whose reads are shared;
+- `shared_after_s`: from then on, no shard gets more than twice `READS_PER_S_MAX` lookups of one hot chunk;
+- `hot_copies_of_a_shard`: the most that one shard holds;
 - `cursor_bytes`: the place of a client in the erasures of the shards that it follows;
 - `placement_us_per_key`: CPU to name a chunk's owners;
 - `ttft_added_ms_p99`: of placement and of the slowest shard that is called; each shard is a queue with one
   server. A request does not wait longer than `LOOKUP_S_MAX` for a shard that is asked more than it can
   answer;
-- `busiest_shard`: its load by lookups, in cores.
+- `busiest_shard`: its load by lookups, in cores;
+- `…_unshared`: the same if every chunk is read from its first owner.
 """
 
 from __future__ import annotations
@@ -48,6 +55,9 @@ from kintsugi.serving.directory import HEARTBEAT_S, WATCH_POLL_S, DirectoryServi
 from kintsugi.store.client.directory import ShardAddress, ShardMap
 from kintsugi.store.client.erasures import FOLLOWED_SHARDS, write_cursor
 from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.sharing import SharedReads, order_owners
+from kintsugi.store.replication import COPY_BYTES_PER_S
+from kintsugi.store.shard.heat import HEAT_S, READS_PER_S_MAX, WIDTH_MAX, next_width
 
 SHARDS, GATEWAYS, ENGINES, REPLICAS = 1000, 200, 1000, 2
 REQUESTS_PER_S = 10_000
@@ -59,6 +69,12 @@ RACK_LOST_S, RACK_BACK_S, RACK_START_S = 300.0, 900.0, 60.0
 RESTARTS_PER_SHARD_DAY = 1.0
 LOOKUP_S_MAX = 0.5
 """The default of `loadDeadlineMs` for a lookup; then the prompt is prefilled."""
+CHUNK_BYTES = 64 << 20
+"""512 tokens of a model of 8 billion parameters, in 16 bits."""
+HOT_RANKS, HOT_SECONDS = 128, 180.0
+"""Ranks of chunks that can be read often enough to be shared, and how long after a cold start they are
+simulated."""
+NAMESPACE = "bench"
 KIB = 1024
 TRAFFIC_BAR, TTFT_BAR_MS = 5.0 * KIB, 10.0
 
@@ -177,44 +193,120 @@ def measure_lookup(calls: int) -> tuple[float, float]:
     return costs[0], costs[1]
 
 
-def zipf_rank(chance: random.Random) -> int:
-    """A chunk's rank: the share of rank r is 1 / r, up to the corpus's size."""
-    return int(math.exp(chance.random() * math.log(CORPUS_CHUNKS)))
+def zipf_rank(chance: random.Random, ranks: int = CORPUS_CHUNKS) -> int:
+    """A chunk's rank: the share of rank r is 1 / r, up to the number of ranks."""
+    return int(math.exp(chance.random() * math.log(ranks)))
 
 
-def ask(ids: list[str], requests: int, chance: random.Random, costs: tuple[float, float]) -> list[Figure]:
-    """Requests whose chunks are looked up at their first owners."""
-    shards = ShardMap(1, tuple(ShardAddress(one, "h:1") for one in ids), REPLICAS)
+def key_of(rank: int) -> ChunkKey:
+    return ChunkKey(rank.to_bytes(32, "little"))
+
+
+@dataclass
+class Sharing:
+    """Which chunks are shared by how many shards, from a cold start on."""
+
+    shards: ShardMap
+    chance: random.Random
+    widths: dict[int, int] = field(default_factory=lambda: defaultdict(lambda: 1))
+    """By a chunk's rank: the shards that hold it, and that its first owner tells."""
+    settled_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.clients = [SharedReads(random.Random(self.chance.random())) for _ in range(ENGINES)]
+        keys = [key_of(rank) for rank in range(1, HOT_RANKS)]
+        self.owners = dict(enumerate(self.shards.owners_of_each(keys, width=WIDTH_MAX), 1))
+
+    def run(self) -> None:
+        # Draws of other ranks change nothing here.
+        share = math.log(HOT_RANKS) / math.log(CORPUS_CHUNKS)
+        reads = int(share * REQUESTS_PER_S * CHUNKS_PER_REQUEST * HEAT_S)
+        for step in range(1, int(HOT_SECONDS / HEAT_S) + 1):
+            asked: Counter[tuple[int, int]] = Counter()
+            for rank in (zipf_rank(self.chance, HOT_RANKS) for _ in range(reads)):
+                asked.update((rank, owner) for owner in self._ask(rank))
+            copies: Counter[str] = Counter()
+            for rank in range(1, HOT_RANKS):
+                width = next_width(self.widths[rank], asked[rank, 0] / HEAT_S, len(self.owners[rank]))
+                self._widen(rank, width, copies)
+            if max(asked.values()) / HEAT_S > 2 * READS_PER_S_MAX:
+                self.settled_s = step * HEAT_S
+
+    def _ask(self, rank: int) -> list[int]:
+        """Look a chunk up with one of the clients. Returns the ranks of the owners that are asked."""
+        client, key = self.chance.choice(self.clients), key_of(rank)
+        asked = client.rank_to_ask(NAMESPACE, key)
+        if 0 < asked < self.widths[rank]:
+            return [asked]
+        client.learn(NAMESPACE, key, self.widths[rank])
+        return [asked, 0] if asked else [0]
+
+    def _widen(self, rank: int, width: int, copies: Counter[str]) -> None:
+        """Let as many more shards share as are sent the chunk until the next decision. `copies`: what each
+        first owner has sent."""
+        first = self.owners[rank][0].shard_id
+        can_send = int(COPY_BYTES_PER_S * HEAT_S / CHUNK_BYTES) - copies[first]
+        held = max(self.widths[rank], REPLICAS)
+        copies[first] += min(max(0, width - held), can_send)
+        self.widths[rank] = min(width, max(held, held + can_send))
+
+    def figures(self) -> list[Figure]:
+        shared = {rank: width for rank, width in self.widths.items() if width > 1}
+        held = Counter(
+            one.shard_id for rank, width in shared.items() for one in self.owners[rank][REPLICAS:width]
+        )
+        asked = pb.LookupRequest(namespace=NAMESPACE, keys=[bytes(32)], peek=True).ByteSize()
+        told = pb.LookupResponse(found=[pb.Found(tier="ram", is_hot=True)], room_bytes=CHUNK_BYTES).ByteSize()
+        calls_per_s = (
+            sum(max(REPLICAS, width) - 1 for width in shared.values()) / HEAT_S / len(self.shards.shards)
+        )
+        detail = f"{asked} + {told} bytes, {calls_per_s:.2f} calls/s"
+        return [
+            Figure("shared_chunks", len(shared), "chunks", detail=f"{sum(held.values())} hot copies"),
+            Figure("shared_after_s", self.settled_s, "s"),
+            Figure("hot_copies_of_a_shard", max(held.values(), default=0), "chunks"),
+            Figure("sharing_bytes_per_shard_s", calls_per_s * (asked + told), "B/s", detail=detail),
+        ]
+
+
+def ask(
+    sharing: Sharing, requests: int, chance: random.Random, costs: tuple[float, float], is_shared: bool
+) -> list[Figure]:
+    """Requests whose chunks are looked up at the shards that clients choose."""
+    shards, suffix = sharing.shards, "" if is_shared else "_unshared"
     per_key_s = (costs[1] - costs[0]) / 63
-    drawn = [[zipf_rank(chance) for _ in range(CHUNKS_PER_REQUEST)] for _ in range(requests)]
+    drawn = [{zipf_rank(chance) for _ in range(CHUNKS_PER_REQUEST)} for _ in range(requests)]
     asked: list[Counter[str]] = []
     began_s = time.process_time()
     for ranks in drawn:
-        owners = shards.owners_of_each([ChunkKey(rank.to_bytes(32, "little")) for rank in set(ranks)])
-        asked.append(Counter(first.shard_id for first, *_ in owners))
+        client, keys = chance.choice(sharing.clients), [key_of(rank) for rank in ranks]
+        chosen = [client.rank_to_ask(NAMESPACE, key) if is_shared else 0 for key in keys]
+        asked.append(Counter(first.shard_id for first, *_ in order_owners(shards, keys, chosen)))
+        for rank, key, at in zip(ranks, keys, chosen, strict=True):
+            if is_shared and not at and rank in sharing.widths:
+                client.learn(NAMESPACE, key, sharing.widths[rank])
     placement_s = (time.process_time() - began_s) / requests
     load: dict[str, float] = defaultdict(float)
     for parts in asked:
-        for shard, keys in parts.items():
-            load[shard] += (costs[0] + (keys - 1) * per_key_s) * REQUESTS_PER_S / requests
+        for shard, keys_asked in parts.items():
+            load[shard] += (costs[0] + (keys_asked - 1) * per_key_s) * REQUESTS_PER_S / requests
     added = []
     for parts in asked:
         waits = []
-        for shard, keys in parts.items():
-            own_s, busy = costs[0] + (keys - 1) * per_key_s, load[shard]
+        for shard, keys_asked in parts.items():
+            own_s, busy = costs[0] + (keys_asked - 1) * per_key_s, load[shard]
             # An M/M/1 queue: the time there is exponential.
             mean_s = own_s / (1 - busy) if busy < 1 else math.inf
             waits.append(-math.log(1 - chance.random()) * mean_s)
         added.append(placement_s + min(LOOKUP_S_MAX, max(waits)))
     added.sort()
-    p99_ms = 1e3 * added[int(0.99 * len(added))]
-    most = max(load.values())
+    p99_ms, mean = 1e3 * added[int(0.99 * len(added))], sum(load.values()) / len(shards.shards)
+    p99 = Figure.at_most("ttft_added_ms_p99", p99_ms, TTFT_BAR_MS, "ms")
     return [
-        Figure("placement_us_per_key", 1e6 * placement_s / CHUNKS_PER_REQUEST, "µs"),
-        Figure("lookup_cpu_ms", 1e3 * costs[0], "ms", detail=f"of 64 keys {1e3 * costs[1]:.2f} ms"),
-        Figure("busiest_shard", most, "cores", detail=f"mean {sum(load.values()) / len(ids):.3f}"),
-        Figure("ttft_added_ms_p50", 1e3 * added[len(added) // 2], "ms"),
-        Figure.at_most("ttft_added_ms_p99", p99_ms, TTFT_BAR_MS, "ms"),
+        Figure(f"placement_us_per_key{suffix}", 1e6 * placement_s / CHUNKS_PER_REQUEST, "µs"),
+        Figure(f"busiest_shard{suffix}", max(load.values()), "cores", detail=f"mean {mean:.3f}"),
+        Figure(f"ttft_added_ms_p50{suffix}", 1e3 * added[len(added) // 2], "ms"),
+        p99 if is_shared else Figure("ttft_added_ms_p99_unshared", p99_ms, "ms"),
     ]
 
 
@@ -230,11 +322,19 @@ def main() -> None:
     chance = random.Random(arguments.seed)
     fleet = Fleet(shards, arguments.seconds, chance)
     fleet.run()
-    figures = [*fleet.figures(), *follow_erasures(fleet.ids)]
+    sharing = Sharing(ShardMap(1, tuple(ShardAddress(one, "h:1") for one in fleet.ids), REPLICAS), chance)
+    sharing.run()
+    figures = [*fleet.figures(), *follow_erasures(fleet.ids), *sharing.figures()]
     values = {one.name: one.value or 0.0 for one in figures}
-    traffic = values["directory_bytes_per_watcher_s"] + values["erasure_bytes_per_shard_s"]
+    parts = ("directory_bytes_per_watcher_s", "erasure_bytes_per_shard_s", "sharing_bytes_per_shard_s")
+    traffic = sum(values[part] for part in parts)
     figures.append(Figure.at_most("traffic_per_shard_s", traffic, TRAFFIC_BAR, "B/s"))
-    figures += ask(fleet.ids, requests, chance, measure_lookup(200 if arguments.quick else 2000))
+    costs = measure_lookup(200 if arguments.quick else 2000)
+    figures.append(
+        Figure("lookup_cpu_ms", 1e3 * costs[0], "ms", detail=f"of 64 keys {1e3 * costs[1]:.2f} ms")
+    )
+    for is_shared in (False, True):
+        figures += ask(sharing, requests, chance, costs, is_shared)
     config = {"seed": arguments.seed, "quick": arguments.quick, "shards": shards, "gateways": GATEWAYS}
     config |= {"engines": ENGINES, "requests_per_s": REQUESTS_PER_S, "seconds": arguments.seconds}
     report("scale", config, figures, "scale" if arguments.save else None)

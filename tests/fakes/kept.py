@@ -12,7 +12,7 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,11 +24,14 @@ from kintsugi.gateway.fill import FillQueue
 from kintsugi.gateway.texts.known_chunks import RECENT_BYTES_MAX
 from kintsugi.gateway.texts.segments import SegmentResolver, _cut_chunk, _name_of
 from kintsugi.store.client.grpc_store import _RecentManifests
+from kintsugi.store.client.sharing import SharedReads
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import Erasure
+from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.erasure import DELETIONS_MAX, ERASURES_MAX, Deletions, Erasures
 from kintsugi.store.shard.eviction.policy import GHOSTS_MAX, S3Fifo
 from kintsugi.store.shard.eviction.room import ReuseGaps
+from kintsugi.store.shard.heat import READS_NOTED, Heat
 from kintsugi.store.shard.pins import PINS_MAX, Leases
 from tests.contracts.store_contract import make_chunk
 
@@ -128,6 +131,23 @@ def _trip_tests() -> Kept:
     return _held(held, keep)
 
 
+def _hot_chunks() -> Kept:
+    heat, (manifest, _) = Heat(time.monotonic), make_chunk(range(8))
+
+    def keep(namespace: str, number: int) -> None:
+        named = replace(manifest, key=_key(number), namespace=namespace)
+        heat.note_use(ChunkEntry(named, uses=READS_NOTED))
+
+    return _held(heat._watched, keep)
+
+
+def _shared_reads() -> Kept:
+    reads = SharedReads()
+    return _held(
+        reads._drawn, lambda namespace, number: reads.learn(namespace, _key(number), 2 + number % 60)
+    )
+
+
 def _erasures() -> Kept:
     erasures = Erasures(None)
 
@@ -176,6 +196,8 @@ KINDS: dict[str, Callable[[], Kept]] = {
     "manifests of clients": _manifests,
     "sightings": _sightings,
     TRIP_TESTS: _trip_tests,
+    "hot chunks": _hot_chunks,
+    "shards of hot chunks": _shared_reads,
     "erasures": _erasures,
     "deletions": _deletions,
     "leases": _leases,

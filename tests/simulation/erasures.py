@@ -1,8 +1,10 @@
-"""Gateways and two shards with copies of each other's chunks, under seeded saves, erasures and restarts.
+"""Gateways, two shards with copies of each other's chunks, and a third with hot copies, under seeded saves,
+erasures and restarts.
 
 Gateways are the product's `Saver` and `Eraser`, shards its `Shard` with RAM and an SSD tier; engines, the
-network and clocks are simulated. Saves wait and run for as long as the seed says, clocks differ, and shards
-are away and return with what they held. At the end every shard is back, and every copy is looked at.
+network and clocks are simulated. Saves wait and run for as long as the seed says, clocks differ, copies are
+under way, and shards are away and return with what they held. At the end every shard is back, and every copy
+is looked at.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from tests.contracts.store_contract import make_chunk
 
-GATEWAYS, SHARDS, STEPS = 3, 2, 60
+GATEWAYS, SHARDS, STEPS = 3, 3, 70
+OWNERS = 2
+"""The first shards own every chunk, the others share reads."""
 NAMESPACES = ("docs", "docs/-/acme", "other")
 TEXTS = [TokenIds.of(range(100 * number, 100 * number + 40)) for number in range(6)]
 MIB = 1 << 20
@@ -68,16 +72,37 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self._specs = [
-            ShardSpec(MIB, folder / f"{number}", (SsdSpec(folder / f"{number}-disk", 8 * MIB),))
+            ShardSpec(8 * MIB, folder / f"{number}", (SsdSpec(folder / f"{number}-disk", 8 * MIB),))
             for number in range(SHARDS)
         ]
         self.up: dict[int, Shard] = {number: open_shard(spec) for number, spec in enumerate(self._specs)}
+        self.ids = [shard.shard_id for shard in self.up.values()]
         self.erased = 0
+        self._under_way: list[tuple[int, Any, PutOptions]] = []
+        """Hot copies that were read and have not arrived: shard, manifest, options."""
 
     def put(self, namespace: str, tokens: TokenIds, asked_at_s: float) -> None:
         manifest, frames = _chunk(namespace, tokens)
-        for shard in self.up.values():
-            _put(shard, replace(manifest, asked_at_s=asked_at_s), frames, PutOptions())
+        for number, shard in self.up.items():
+            if number < OWNERS:
+                _put(shard, replace(manifest, asked_at_s=asked_at_s), frames, PutOptions())
+
+    def read_hot(self, chance: random.Random) -> None:
+        """An owner reads one of its chunks for a shard that is to share the chunk's reads."""
+        held = [(shard, entry) for shard in self.up.values() for entry in shard.table.entries()]
+        if held:
+            shard, entry = chance.choice(held)
+            to = chance.randrange(OWNERS, SHARDS)
+            seen = shard.erasures.seen_of(self.ids[to])
+            options = PutOptions(is_copy=True, is_hot=True, erasures_seen=seen)
+            self._under_way.append((to, entry.manifest, options))
+
+    def send_hot(self) -> None:
+        """The hot copies that are under way arrive, or their shard is away."""
+        under_way, self._under_way = self._under_way, []
+        for number, manifest, options in under_way:
+            if number in self.up:
+                _put(self.up[number], manifest, _FRAMES[manifest.key], options)
 
     def erase(
         self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float, within: str = ""
@@ -121,9 +146,9 @@ class Shards:
                 if other is not shard:
                     _catch_up(shard, other)
         for shard in self.up.values():
-            for other in self.up.values():
+            for number, other in self.up.items():
                 if other is not shard:
-                    _replicate(shard, other)
+                    _replicate(shard, other, is_hot=number >= OWNERS)
 
     def close(self) -> None:
         for number in list(self.up):
@@ -157,12 +182,14 @@ def _catch_up(shard: Shard, other: Shard) -> None:
         shard.apply_erasures(other.shard_id, found)
 
 
-def _replicate(shard: Shard, other: Shard) -> None:
-    seen = shard.erasures.seen_of(other.shard_id)
-    frames = {manifest.key: frames for manifest, frames in (_chunk("any", tokens) for tokens in TEXTS)}
+_FRAMES = {manifest.key: frames for manifest, frames in (_chunk("any", tokens) for tokens in TEXTS)}
+
+
+def _replicate(shard: Shard, other: Shard, is_hot: bool) -> None:
+    options = PutOptions(is_copy=True, erasures_seen=shard.erasures.seen_of(other.shard_id), is_hot=is_hot)
     for entry in shard.table.entries():
-        options = PutOptions(is_copy=True, erasures_seen=seen)
-        _put(other, entry.manifest, frames[entry.manifest.key], options)
+        if not entry.is_hot:
+            _put(other, entry.manifest, _FRAMES[entry.manifest.key], options)
 
 
 class Engine:
@@ -255,7 +282,9 @@ class Simulation:
         for number in range(len(self._followed)):
             await self._gateways.follow(number)
         saves = [self._save] * 3
-        actions = [*saves, self._let_go, self._erase, self._erase_text, self._follow, self._restart]
+        erase = [self._erase, self._erase_text]
+        hot = [self._read_hot, self._send_hot]
+        actions = [*saves, self._let_go, *erase, self._follow, self._restart, *hot]
         for self._step in range(STEPS):
             await self._chance.choice(actions)()
             await asyncio.sleep(0)
@@ -296,6 +325,13 @@ class Simulation:
         await self._gateways.follow(number)
         self._followed[number] = True
 
+    async def _read_hot(self) -> None:
+        self._shards.read_hot(self._chance)
+
+    async def _send_hot(self) -> None:
+        self._shards.send_hot()
+        self._find_residue()
+
     async def _restart(self) -> None:
         """A shard goes, or the one that is away returns."""
         away = set(range(SHARDS)) - self._shards.up.keys()
@@ -313,6 +349,7 @@ class Simulation:
         while any(not future.done() for _, future in self._saves):
             self._engine.let_go()
             await asyncio.sleep(0)
+        self._shards.send_hot()
         self._shards.exchange()
         self._find_residue()  # a restart drops what a tombstone covers
         for number in range(SHARDS):  # catalogs, too

@@ -138,8 +138,8 @@ wait_until = partial(waiting.wait_until, within_s=PATIENCE_S)
 
 
 def tier_of(shard: Shard, chunk: Chunk) -> str:
-    (tier,) = shard.tiers_of(chunk[0].namespace, [chunk[0].key])
-    return tier
+    (held,) = shard.peek(chunk[0].namespace, [chunk[0].key])
+    return "" if held is None else held.tier_name
 
 
 def frames_of(store: GrpcStore, *chunks: Chunk) -> list[list[bytes] | None]:

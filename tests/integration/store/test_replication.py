@@ -54,7 +54,8 @@ class Fleet:
 
     def start(self, ram_mib: int = 8) -> ShardServer:
         """Start a shard that no map names yet."""
-        shard = Shard(RamTier(ram_mib << 20), shard_id=f"shard-{len(self.servers)}")
+        ram, name = RamTier(ram_mib << 20), f"shard-{len(self.servers)}"
+        shard = Shard(ram, shard_id=name, clock=lambda: self.now_s)
         server = self._stack.enter_context(ShardServer(shard, "127.0.0.1:0"))
         replicator = Replicator(shard, self.directory, bytes_per_s=1 << 30, clock=lambda: self.now_s)
         self.servers.append(server)
@@ -201,10 +202,15 @@ def test_a_damaged_copy_is_not_spread(fleet: Fleet) -> None:
 
 
 def copy_of(
-    manifest: ChunkManifest, frames: list[bytes], shard: Shard, then: object = None, seen: int = 0
+    manifest: ChunkManifest,
+    frames: list[bytes],
+    shard: Shard,
+    then: object = None,
+    seen: int = 0,
+    is_hot: bool = False,
 ) -> bool:
     """Put a copy into a shard as its service does; whether it is present afterwards."""
-    begun = shard.begin_put(manifest, PutOptions(is_copy=True, erasures_seen=seen))
+    begun = shard.begin_put(manifest, PutOptions(is_copy=True, erasures_seen=seen, is_hot=is_hot))
     if begun is None:
         return False
     for layer, frame in enumerate(frames):

@@ -39,7 +39,7 @@ NOBODY = {
     "LostParts._losses", "LostParts._seen", "Learning._measured_s",
     "Erasures._acknowledged", "Erasures._peers", "Erasures._tiers", "Membership._left", "Membership._members",
     "ObjectTier.faults", "Promoter.faults", "Replicator._peers", "ReportKeeper._seen", "Sent._report",
-    "ShardedStore._shards",
+    "ShardedStore._shards", "_Placed.holders", "_Placed.hot",
     # A value that one call makes and hands on.
     "BlendStats.data", "Generation.itl_s", "Generation.logprobs", "Generation.top_logprobs",
     "GenerateCall.sampling", "GenerateCall.trace", "StepMetadata.blends", "StepMetadata.cancelled",

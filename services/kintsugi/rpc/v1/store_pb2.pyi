@@ -275,8 +275,14 @@ class Found(google.protobuf.message.Message):
 
     MANIFEST_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    IS_HOT_FIELD_NUMBER: builtins.int
     tier: builtins.str
     """`ram`, or the name of the SSD tier."""
+    width: builtins.int
+    """From the chunk's first owner: how many shards share its reads, in the order in which they own it. 0: one."""
+    is_hot: builtins.bool
+    """To a peek: the shard has only a hot copy (`PutHeader.is_hot`)."""
     @property
     def manifest(self) -> global___Manifest:
         """Absent: a miss."""
@@ -286,9 +292,11 @@ class Found(google.protobuf.message.Message):
         *,
         manifest: global___Manifest | None = ...,
         tier: builtins.str = ...,
+        width: builtins.int = ...,
+        is_hot: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_manifest", b"_manifest", "manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_manifest", b"_manifest", "manifest", b"manifest", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_manifest", b"_manifest", "is_hot", b"is_hot", "manifest", b"manifest", "tier", b"tier", "width", b"width"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_manifest", b"_manifest"]) -> typing.Literal["manifest"] | None: ...
 
 global___Found = Found
@@ -392,6 +400,7 @@ class PutHeader(google.protobuf.message.Message):
     TTL_S_FIELD_NUMBER: builtins.int
     IS_COPY_FIELD_NUMBER: builtins.int
     ERASURES_SEEN_FIELD_NUMBER: builtins.int
+    IS_HOT_FIELD_NUMBER: builtins.int
     ack: global___Ack.ValueType
     recompute_ms: builtins.float
     """Time to compute the chunk again, in milliseconds; 0: unknown."""
@@ -405,6 +414,10 @@ class PutHeader(google.protobuf.message.Message):
     """
     erasures_seen: builtins.int
     """With `is_copy`: the number up to which the sender has applied this shard's erasures (`ListErasures`)."""
+    is_hot: builtins.bool
+    """With `is_copy`: a hot copy, for a shard that shares the reads of a chunk without owning it. It stays in RAM, in
+    a bounded share for which colder chunks leave, and is not one of the `replicas`.
+    """
     @property
     def manifest(self) -> global___Manifest: ...
     def __init__(
@@ -416,9 +429,10 @@ class PutHeader(google.protobuf.message.Message):
         ttl_s: builtins.float = ...,
         is_copy: builtins.bool = ...,
         erasures_seen: builtins.int = ...,
+        is_hot: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "erasures_seen", b"erasures_seen", "is_copy", b"is_copy", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "erasures_seen", b"erasures_seen", "is_copy", b"is_copy", "is_hot", b"is_hot", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "ttl_s", b"ttl_s"]) -> None: ...
 
 global___PutHeader = PutHeader
 

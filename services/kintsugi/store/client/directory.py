@@ -88,12 +88,14 @@ class ShardMap:
         """A hash of each shard's id, in the order of `shards`."""
         return np.array([xxhash.xxh3_64_intdigest(one.shard_id.encode()) for one in self.shards], np.uint64)
 
-    def owners(self, key: ChunkKey, in_full: bool = False) -> list[ShardAddress]:
+    def owners(self, key: ChunkKey, in_full: bool = False, width: int = 0) -> list[ShardAddress]:
         """Return the shards that own a chunk, the preferred one first. ``in_full``: as if every shard owned
-        its full share."""
-        return self.owners_of_each([key], in_full)[0]
+        its full share. ``width``: as if each chunk had so many owners, if these are more."""
+        return self.owners_of_each([key], in_full, width)[0]
 
-    def owners_of_each(self, keys: Sequence[ChunkKey], in_full: bool = False) -> list[list[ShardAddress]]:
+    def owners_of_each(
+        self, keys: Sequence[ChunkKey], in_full: bool = False, width: int = 0
+    ) -> list[list[ShardAddress]]:
         """Return the owners of each chunk. Rendezvous hashing: when a shard leaves, only its own chunks move.
 
         Ids and keys are hashed once each, and numpy combines them: clients ask for every chunk of every
@@ -108,7 +110,7 @@ class ShardMap:
             shares = np.array(self.shares)
             is_given = (_mix(self._hashes, keys, 1) * 2.0**-64 < shares) | (shares == 1)
             ranks |= (~is_given).astype(np.uint64) << np.uint64(63)
-        count = min(self.replicas, len(self.shards))
+        count = min(max(self.replicas, width), len(self.shards))
         first = np.argpartition(ranks, count - 1)[:, :count]  # not yet in order
         order = np.argsort(np.take_along_axis(ranks, first, 1))
         rows = np.take_along_axis(first, order, 1).tolist()

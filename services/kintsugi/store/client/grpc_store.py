@@ -110,6 +110,8 @@ class Peeked:
 
     held: Sequence[bool]
     """For each key, whether the shard has the chunk."""
+    is_hot: Sequence[bool]
+    """For each key, whether the shard has a hot copy only."""
     room_bytes: int
     """Bytes of copies that the shard accepts."""
 
@@ -191,7 +193,7 @@ class GrpcStore(ChunkStore):
     def peek(self, namespace: str, keys: Sequence[ChunkKey]) -> Peeked:
         """Return which chunks the shard holds, without counting a use of them."""
         answers, room_bytes = self._look_up(namespace, keys, peek=True)
-        return Peeked([bool(found.tier) for found in answers], room_bytes)
+        return Peeked([bool(one.tier) for one in answers], [one.is_hot for one in answers], room_bytes)
 
     def _look_up(
         self, namespace: str, keys: Sequence[ChunkKey], peek: bool = False
@@ -214,7 +216,8 @@ class GrpcStore(ChunkStore):
     def _read_found(self, namespace: str, found: pb.Found) -> Found | None:
         """As `_read_manifest`; None also for a miss."""
         manifest = self._read_manifest(namespace, found.manifest) if found.HasField("manifest") else None
-        return None if manifest is None else Found(manifest, ChunkSource(self.address, found.tier))
+        source = ChunkSource(self.address, found.tier)
+        return None if manifest is None else Found(manifest, source, found.width)
 
     def _read_manifest(self, namespace: str, found: pb.Manifest) -> ChunkManifest | None:
         """Return None for a chunk that another build wrote. Raises `Unavailable` for a chunk of another
@@ -273,16 +276,18 @@ class GrpcStore(ChunkStore):
         recompute_ms: float,
         ttl_s: float,
         erasures_seen: int = 0,
+        is_hot: bool = False,
     ) -> bool:
         """Send a stored chunk to another shard, and return whether that shard inserted it. `ttl_s` 0: the
         chunk does not expire. `erasures_seen`: the number up to which that shard's erasures are applied
-        here."""
+        here. `is_hot`: the shard only shares the chunk's reads."""
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
             recompute_ms=recompute_ms,
             ttl_s=ttl_s,
             is_copy=True,
             erasures_seen=erasures_seen,
+            is_hot=is_hot,
         )
         return self._put(manifest, frames, header)
 

@@ -38,6 +38,7 @@ from kintsugi.store.client.grpc_store import (
 )
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.client.options import GrpcOptions
+from kintsugi.store.client.sharing import SharedReads, order_owners
 from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import (
     ANCHORED_KEYS_MAX,
@@ -84,6 +85,7 @@ class ShardedStore(ChunkStore):
         self._pool = ThreadPoolExecutor(CALLS_MAX, "kintsugi-shards")
         self._lock = threading.Lock()
         self._shards: dict[ShardAddress, _Shard] = {}
+        self._reads = SharedReads()
         self._is_closed = False
 
     def shard_map(self) -> ShardMap:
@@ -163,10 +165,9 @@ class ShardedStore(ChunkStore):
         keys: Sequence[ChunkKey],
         ask: Callable[[GrpcStore, str, Sequence[ChunkKey]], builtins.list[Found | None]],
     ) -> builtins.list[Found | None]:
-        shards = self.shard_map()
-        owners = shards.owners_of_each(keys)
+        owners = self._order_owners(namespace, keys, self._reads.rank_to_ask)
         found: list[Found | None] = [None] * len(keys)
-        for rank in range(shards.replicas):
+        for rank in range(max(map(len, owners), default=0)):
             missing: dict[ShardAddress, list[int]] = {}
             for index, ranked in enumerate(owners):
                 if found[index] is None and rank < len(ranked):
@@ -175,7 +176,16 @@ class ShardedStore(ChunkStore):
             for indices, answer in zip(missing.values(), answers, strict=True):
                 for index, entry in zip(indices, answer or [], strict=False):
                     found[index] = entry
+        for key, entry, order in zip(keys, found, owners, strict=True):
+            if entry is None or entry.width or entry.source.shard != order[0].address:
+                self._reads.learn(namespace, key, 0 if entry is None else entry.width)
         return found
+
+    def _order_owners(
+        self, namespace: str, keys: Sequence[ChunkKey], rank_of: Callable[[str, ChunkKey], int]
+    ) -> builtins.list[builtins.list[ShardAddress]]:
+        """Return the shards to read each chunk from, in order."""
+        return order_owners(self.shard_map(), keys, [rank_of(namespace, key) for key in keys])
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> builtins.list[str | None]:
         return self._ask_owners(keys, lambda store, part: store.tiers(namespace, part))
@@ -198,7 +208,7 @@ class ShardedStore(ChunkStore):
         shards = self.shard_map()
         if not shards.shards and keys:
             raise Unavailable(_NO_SHARDS)
-        asked = _split_by_owner(shards, keys, shards.replicas)
+        asked = _split_by_owner(shards.owners_of_each(keys))
         answers = self._ask_parts(asked, lambda store, part: ask(store, _pick(keys, part)))
         found: list[Answer | None] = [None] * len(keys)
         silent: dict[int, ShardAddress] = {}
@@ -258,8 +268,7 @@ class ShardedStore(ChunkStore):
     ) -> Generator[LayerFrame | ChunkLost, None, None]:
         if not layers or not keys:
             return
-        shards = self.shard_map()
-        owners = shards.owners_of_each(keys)
+        owners = self._order_owners(namespace, keys, self._reads.rank)
 
         def open_parts(
             by_owner: Mapping[ShardAddress, Sequence[int]], first_layer: int
@@ -292,14 +301,14 @@ class ShardedStore(ChunkStore):
             yield from shard.store.stream(namespace, keys, layers, heads, deadline_s)
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        owned = _split_by_owner(self.shard_map(), keys, replicas=1)
-        asked = self._ask_parts(owned, lambda store, part: store.prefetch(namespace, _pick(keys, part)))
+        read = _split_by_owner(self._order_owners(namespace, keys, self._reads.rank), first=1)
+        asked = self._ask_parts(read, lambda store, part: store.prefetch(namespace, _pick(keys, part)))
         return sum(filter(None, asked))
 
     def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
         """Pins every replica, and counts each chunk once. A shard that does not answer pins nothing."""
         shards = self.shard_map()
-        owned = _split_by_owner(shards, keys, shards.replicas)
+        owned = _split_by_owner(shards.owners_of_each(keys))
         answers = self._ask_parts(owned, lambda store, part: store.pin(namespace, _pick(keys, part), lease_s))
         pins = [(owner.shard_id, pin) for owner, pin in zip(owned, answers, strict=True) if pin is not None]
         lease_id = _SHARDS.join(f"{shard_id}{_LEASE}{pin.lease_id}" for shard_id, pin in pins)
@@ -452,12 +461,13 @@ _SHARDS, _LEASE = ",", "="
 
 
 def _split_by_owner(
-    shards: ShardMap, keys: Sequence[ChunkKey], replicas: int
+    owners_of_each: Sequence[Sequence[ShardAddress]], first: int | None = None
 ) -> dict[ShardAddress, list[int]]:
-    """For each shard, return the indices of the keys for which it is one of the first `replicas` owners."""
+    """For each shard, return the indices of the keys for which it is one of the `first` owners (None: any
+    owner)."""
     owned: dict[ShardAddress, list[int]] = {}
-    for index, owners in enumerate(shards.owners_of_each(keys)):
-        for owner in owners[:replicas]:
+    for index, owners in enumerate(owners_of_each):
+        for owner in owners[:first]:
             owned.setdefault(owner, []).append(index)
     return owned
 

@@ -85,6 +85,8 @@ class Found:
 
     manifest: ChunkManifest
     source: ChunkSource
+    width: int = 0
+    """How many shards share the reads of the chunk, as its first owner says; 0: only its owners have it."""
 
 
 class Anchored(NamedTuple):

@@ -40,6 +40,8 @@ class CopyTier(ABC):
         self.chunks = 0
         self.bytes_by_namespace = NamespaceSums()
         """Bytes of chunk KV."""
+        self.hot_bytes = 0
+        """Bytes of hot copies."""
         self.evictions = 0
         """Chunks that left because the tier was full."""
         self.lingering: set[Residence] = set()
@@ -72,12 +74,14 @@ class CopyTier(ABC):
         """Count an entry's copy and add it to the eviction order."""
         self.chunks += 1
         self.bytes_by_namespace.add(entry.manifest.namespace, entry.charged_bytes)
+        self.hot_bytes += entry.charged_bytes * entry.is_hot
         self.policy.admit(entry, entry.charged_bytes, entry.recompute_ms)
 
     def remove(self, entry: ChunkEntry) -> None:
         """Stop counting an entry's copy. The policy may have removed it already."""
         self.chunks -= 1
         self.bytes_by_namespace.add(entry.manifest.namespace, -entry.charged_bytes)
+        self.hot_bytes -= entry.charged_bytes * entry.is_hot
         self.policy.remove(entry)
 
     @abstractmethod
@@ -149,6 +153,9 @@ class ChunkEntry:
     """Since the shard started."""
     moved_s: float = -math.inf
     """When reads last moved it to another SSD tier, on the shard's monotonic clock."""
+    is_hot: bool = False
+    """Whether it is a copy for a shard that shares the reads of the chunk without owning it. It stays in RAM,
+    and a put replaces it."""
 
     @cached_property
     def charged_bytes(self) -> int:
@@ -177,9 +184,9 @@ class ChunkEntry:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a put of it changes nothing. A put replaces only chunks that only a bucket holds, because a
-        bucket may lose them."""
-        return self.ram is not None or self.pins > 0 or self.is_durable
+        """Whether a put of it changes nothing. A put replaces only hot copies, and chunks that only a bucket
+        holds, because a bucket may lose them."""
+        return not self.is_hot and (self.ram is not None or self.pins > 0 or self.is_durable)
 
     @property
     def is_loading(self) -> bool:

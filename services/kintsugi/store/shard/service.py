@@ -137,8 +137,8 @@ class ChunkStoreService:
 
     def _build_lookup_response(self, request: pb.LookupRequest) -> pb.LookupResponse:
         if request.peek:
-            tiers = self.shard.tiers_of(request.namespace, wire.keys_from_wire(request.keys))
-            found = [pb.Found(tier=tier) for tier in tiers]
+            held = self.shard.peek(request.namespace, wire.keys_from_wire(request.keys))
+            found = [pb.Found(tier=one.tier_name, is_hot=one.is_hot) if one else pb.Found() for one in held]
             return pb.LookupResponse(found=found, room_bytes=self.shard.table.room_bytes())
         entries = self.shard.lookup(request.namespace, wire.keys_from_wire(request.keys))
         size = sum(wire.manifest_bytes(entry.manifest) for entry in entries if entry is not None)
@@ -147,7 +147,7 @@ class ChunkStoreService:
                 f"the manifests have {size} bytes; a response holds at most {wire.RESPONSE_BYTES_MAX}, so "
                 "request fewer keys"
             )
-        return pb.LookupResponse(found=map(_entry_to_found, entries))
+        return pb.LookupResponse(found=map(self._entry_to_found, entries))
 
     @_answers
     async def lookup_anchors(
@@ -216,11 +216,12 @@ class ChunkStoreService:
         )
         manifest = wire.manifest_from_wire(header.manifest)
         return manifest, PutOptions(
-            durable=durable,
+            durable=durable and not header.is_hot,
             ttl_s=header.ttl_s or math.inf,
             recompute_ms=min(header.recompute_ms, RECOMPUTE_MS_PER_TOKEN_MAX * manifest.num_tokens),
             is_copy=header.is_copy,
             erasures_seen=header.erasures_seen,
+            is_hot=header.is_hot,
         )
 
     @staticmethod
@@ -434,8 +435,14 @@ class ChunkStoreService:
             size += wire.manifest_bytes(entry.manifest)
             if response.found and size > wire.RESPONSE_BYTES_MAX:
                 break
-            response.found.append(_entry_to_found(entry))
+            response.found.append(self._entry_to_found(entry))
         return response
+
+    def _entry_to_found(self, entry: ChunkEntry | None) -> pb.Found:
+        if entry is None:
+            return pb.Found()
+        manifest, width = wire.manifest_to_wire(entry.manifest), self.shard.heat.width_of(entry)
+        return pb.Found(manifest=manifest, tier=entry.tier_name, width=width)
 
     @_answers
     async def clear(self, request: pb.ClearRequest, call: Admission) -> pb.ClearResponse:
@@ -505,12 +512,6 @@ def _end_now(loop: asyncio.AbstractEventLoop, timer: asyncio.Timeout) -> None:
 
     with suppress(RuntimeError):  # the server, and with it the call, has ended
         loop.call_soon_threadsafe(expire)
-
-
-def _entry_to_found(entry: ChunkEntry | None) -> pb.Found:
-    if entry is None:
-        return pb.Found()
-    return pb.Found(manifest=wire.manifest_to_wire(entry.manifest), tier=entry.tier_name)
 
 
 def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple[ModelFingerprint, str]:

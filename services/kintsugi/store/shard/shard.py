@@ -27,6 +27,7 @@ from kintsugi.store.protocol.interface import Anchored, Erasure, ErasureRange
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
 from kintsugi.store.shard.erasure import Erasures, Holders, Removed, Scope, Shared, scopes_of
+from kintsugi.store.shard.heat import Heat
 from kintsugi.store.shard.reading import Reading
 from kintsugi.store.shard.reports import Reports
 from kintsugi.store.shard.table import EntryTable
@@ -85,6 +86,7 @@ class Shard:
         self.bucket = bucket
         far = () if bucket is None else (bucket,)
         self.table = EntryTable(ram, disks, wall_clock, clock, far)
+        self.heat = Heat(clock)
         self.reports = Reports(None if home is None else home.path / "reports")
         self.erasures = Erasures(None if home is None else home.path / "erasures")
         self._wall_clock = wall_clock
@@ -190,13 +192,15 @@ class Shard:
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkEntry | None]:
         """Return the entry of each key, None if absent. A hit counts as a use."""
-        return self.table.use(self._addresses(namespace, keys))
+        found = self.table.use(self._addresses(namespace, keys))
+        for entry in filter(None, found):
+            self.heat.note_use(entry)
+        return found
 
-    def tiers_of(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str]:
-        """Return the fastest tier that holds each key; empty if the chunk is absent or cannot be read now.
-        Counts no use."""
+    def peek(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkEntry | None]:
+        """Return the entry of each key, None if the chunk is absent or cannot be read now. Counts no use."""
         found = map(self.table.get, self._addresses(namespace, keys))
-        return [entry.tier_name if entry is not None and entry.is_in_reach else "" for entry in found]
+        return [entry if entry is not None and entry.is_in_reach else None for entry in found]
 
     def lookup_anchors(self, namespace: str, space_digest: bytes, anchors: Sequence[int]) -> list[Anchored]:
         """As `ChunkStore.lookup_anchors`."""

@@ -82,11 +82,11 @@ class EntryTable:
         self.ratio = RATIO
         """Share of a chunk's prefill that a blend computes. `Shard.set_ratio` changes it."""
         self._wall_clock, self._clock = wall_clock, clock
-        self._index, self._deletions = EntryIndex(), Deletions(clock)
+        self._index, self._deletions = index, deletions = EntryIndex(), Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
         self.shares = Shares(ram, (*disks, *bucket), self._leases)
         transitions = Transitions(self._begin_write, life.drop_copy, self._forget)
-        self._room = Room(self._index, ram, self.queues, self.shares, self.reuse, transitions)
+        self._room = Room(index, ram, self.queues, self.shares, self.reuse, transitions, deletions)
         promotions = Promotions(life.acquire, life.release, life.begin_load, self._room.make)
         self.loads = Loads(promotions, ram.capacity_bytes)
         self._puts: set[ChunkPut] = set()
@@ -207,15 +207,15 @@ class EntryTable:
         Raises `ResourceExhausted` for a chunk that can never fit, `NoRoomYet` if `wait_s` was too short."""
         self.shares.check_size(manifest)
         limit_s, deadline_s = hides_s(self.ratio, options.recompute_ms), self._clock() + wait_s
-        address = (manifest.namespace, manifest.key)
+        address, until_s = (manifest.namespace, manifest.key), self._wall_clock() + options.ttl_s
         with self._lock:
             while True:
                 self.check_alive()
                 if self.draining:
                     raise Unavailable("this shard is draining; put to another shard")
-                if self._retain_near(address, self._wall_clock() + options.ttl_s):
+                if self._retain_near(address, until_s):
                     return None
-                if options.is_copy and (self._deletions.took(manifest) or not self._room.is_there(manifest)):
+                if options.is_copy and not self._room.takes_copy(manifest, options.is_hot):
                     return None
                 if self._room.make_in_index(manifest):
                     tier, residence = self._room.make_to_put(manifest, options, limit_s)
@@ -225,7 +225,7 @@ class EntryTable:
                     raise self._room.refusal(manifest)
                 self._changed.wait(deadline_s - self._clock())
             life.acquire(residence)
-            entry = ChunkEntry(manifest, self._wall_clock() + options.ttl_s, options.recompute_ms)
+            entry = ChunkEntry(manifest, until_s, options.recompute_ms, is_hot=options.is_hot)
             put = ChunkPut(entry, residence, self._ram, tier, options)
             self._puts.add(put)
         return put
@@ -257,7 +257,7 @@ class EntryTable:
             if put.is_erased and not put.is_copy:
                 self.abort(put)
                 raise erased_meanwhile(entry.manifest)
-            gone = put.is_erased or (put.is_copy and self._deletions.took(entry.manifest))
+            gone = put.is_erased or (put.is_copy and not self._room.keeps_copy(entry))
             if gone or self._retain_near(entry.address, entry.expires_at_s):
                 self.abort(put)
                 return Committed(False, None)

@@ -28,6 +28,7 @@ from kintsugi.store.shard.entry import (
     charge_of,
     frames_bytes,
 )
+from kintsugi.store.shard.erasure import Deletions
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
@@ -54,6 +55,8 @@ RETURNS_MAX = 4096
 
 RATIO = 0.15
 """The default ratio of blends."""
+HOT_SHARE_MAX = 1 / 16
+"""Maximum share of RAM for hot copies."""
 ROOM_BYTES_MIN = 64 << 20
 """An SSD tier evicts this much at once, but at most 1/16 of the tier: each round costs a catalog commit."""
 
@@ -300,7 +303,7 @@ def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str],
         return False
     if entry.ram is None or entry.ram.readers or (entry.pins and not entry.is_below_ram):
         return False
-    return entry.is_below_ram or can_write
+    return entry.is_below_ram or entry.is_hot or can_write
 
 
 def may_leave_disk(entry: ChunkEntry) -> bool:
@@ -393,6 +396,7 @@ class Room:
         shares: Shares,
         reuse: ReuseGaps,
         transitions: Transitions,
+        deletions: Deletions,
     ) -> None:
         self._slowest_first: tuple[CopyTier, ...] = (*reversed(shares.lower), ram)
         lower_bytes = sum(tier.capacity_bytes for tier in shares.lower)
@@ -404,6 +408,7 @@ class Room:
         self._shares = shares
         self._reuse = reuse
         self._transitions = transitions
+        self._deletions = deletions
 
     def free_bytes(self) -> int:
         """Return how many bytes of chunks fit without the loss of another chunk."""
@@ -411,10 +416,34 @@ class Room:
             return self._ram.allocator.free_bytes
         return sum(queue.tier.allocator.free_bytes for queue in self._queues)
 
-    def is_there(self, manifest: ChunkManifest) -> bool:
-        """Return whether a chunk fits without the loss of another chunk, and within its namespace's
-        limits."""
-        return not self._shares.is_full_for(manifest) and frames_bytes(manifest) <= self.free_bytes()
+    def takes_copy(self, manifest: ChunkManifest, is_hot: bool) -> bool:
+        """Return whether a copy from another shard is taken. A chunk that was deleted recently is not. A copy
+        must fit within its namespace's limits without the loss of another chunk, a hot copy within the share
+        of RAM for hot copies, of which the coldest leave for it."""
+        if is_hot:
+            return not self._deletions.took(manifest) and self._make_hot(manifest)
+        is_full = self._shares.is_full_for(manifest) or frames_bytes(manifest) > self.free_bytes()
+        return not is_full and not self._deletions.took(manifest)
+
+    def keeps_copy(self, entry: ChunkEntry) -> bool:
+        """Return whether a copy that was taken, and has its room, is still wanted."""
+        is_unwanted = self._deletions.took(entry.manifest)
+        return not is_unwanted and (not entry.is_hot or self._make_hot(entry.manifest))
+
+    def _make_hot(self, manifest: ChunkManifest) -> bool:
+        """Forget hot copies until another one fits their share of RAM. Returns whether it fits, is within its
+        namespace's limits, and is of an absent chunk."""
+        size, bytes_max = charge_of(manifest), HOT_SHARE_MAX * self._ram.capacity_bytes
+        is_new = self._index.get((manifest.namespace, manifest.key)) is None
+        if not is_new or size > bytes_max or self._shares.exceeds_ram(manifest.namespace, size):
+            return False
+        while self._ram.hot_bytes + size > bytes_max:
+            victim = self._ram.policy.evict(lambda entry: entry.is_hot and may_be_forgotten(entry))
+            if victim is None:
+                return False
+            self._ram.evictions += 1
+            self.forget(victim)
+        return True
 
     def make_to_put(
         self, manifest: ChunkManifest, options: PutOptions, hides_s: float
@@ -422,7 +451,8 @@ class Room:
         """Return the tier that a chunk is to be written to, and room for it in RAM, None if it has to wait.
         `hides_s`: as in `choose_tier`. Raises `InvalidField` and `ResourceExhausted`."""
         size = frames_bytes(manifest)
-        best = choose_tier(speeds_of(self._queues), size, hides_s, options.durable)
+        tiers = [] if options.is_hot else speeds_of(self._queues)
+        best = choose_tier(tiers, size, hides_s, options.durable)
         tier = self._shares.tier_for(manifest, best, options.durable)
         queue = find_queue(self._queues, tier)
         if queue is not None:
@@ -434,7 +464,7 @@ class Room:
     def unwritten(self) -> list[ChunkEntry]:
         """Return the chunks that only RAM has and that may be on SSD."""
         unwritten = [entry for entry in self._index if entry.disk is None] if self._queues else []
-        return [entry for entry in unwritten if self._shares.may_be_on_ssd(entry.manifest)]
+        return [one for one in unwritten if not one.is_hot and self._shares.may_be_on_ssd(one.manifest)]
 
     def make_share(self, manifest: ChunkManifest) -> bool:
         """Evict a namespace's own chunks from RAM until another one fits its limit. Returns whether it
@@ -486,7 +516,7 @@ class Room:
         self._ram.evictions += 1
         if victim.is_below_ram:
             self._transitions.drop_copy(victim, victim.ram)
-        elif queue is not None and self._shares.may_be_on_ssd(victim.manifest):
+        elif queue is not None and not victim.is_hot and self._shares.may_be_on_ssd(victim.manifest):
             self._transitions.begin_write(victim, queue, True)
         elif victim.disk is not None:  # it is being uploaded to a bucket, which may refuse it
             self._transitions.drop_copy(victim, victim.ram)
@@ -497,7 +527,8 @@ class Room:
     def forget(self, entry: ChunkEntry) -> None:
         """Forget an evicted chunk."""
         self._transitions.forget(entry)
-        self._reuse.record_eviction(entry.address)
+        if not entry.is_hot:  # its owners have it, so the store has not become too small
+            self._reuse.record_eviction(entry.address)
 
     def write_or_forget(self, entry: ChunkEntry, source: CopyTier) -> None:
         """Write a chunk that left the tier `source`, and that only RAM has, to the last SSD tier, unless

@@ -191,11 +191,15 @@ class PutOptions:
     """Whether the chunk is copied from another shard."""
     erasures_seen: int = 0
     """With `is_copy`: up to which number the other shard has applied this shard's erasures."""
+    is_hot: bool = False
+    """With `is_copy`: whether the copy is a hot one (`ChunkEntry.is_hot`)."""
 
     def __post_init__(self) -> None:
         check_ttl(self.ttl_s)
         if not (self.recompute_ms >= 0 and math.isfinite(self.recompute_ms)):
             raise InvalidField("recompute_ms", f"{self.recompute_ms} is not a duration")
+        if self.is_hot and not self.is_copy:
+            raise InvalidField("is_hot", "is for copies between shards; set is_copy, too")
 
 
 @dataclass(frozen=True)
