@@ -38,16 +38,21 @@ def crds() -> dict[str, Any]:
     """Every key of the committed CRDs, descriptions and messages apart."""
     found = {}
     for path in sorted((CHART / "crds").glob("*.yaml")):
-        found[path.name] = dict(_paths(yaml.safe_load(path.read_text())))
+        found[path.name] = _leaves(yaml.safe_load(path.read_text()))
     return found
 
 
 def chart_values() -> dict[str, Any]:
     """Defaults, and what the schema allows."""
     return {
-        "defaults": dict(_paths(yaml.safe_load((CHART / "values.yaml").read_text()))),
-        "schema": dict(_paths(json.loads((CHART / "values.schema.json").read_text()))),
+        "defaults": _leaves(yaml.safe_load((CHART / "values.yaml").read_text())),
+        "schema": _leaves(json.loads((CHART / "values.schema.json").read_text())),
     }
+
+
+def _leaves(value: Any) -> dict[str, Any]:
+    """Every leaf by its path, in which `/` stands for `.properties.`: half of all characters, otherwise."""
+    return {re.sub(r"(^|\.)properties\.", "/", path): leaf for path, leaf in _paths(value)}
 
 
 def _paths(value: Any, path: str = "", under: str = "") -> Iterator[tuple[str, Any]]:
