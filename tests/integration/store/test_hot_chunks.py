@@ -18,6 +18,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import GIB, NamespaceLimits, NamespaceRules
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.client import sharing
 from kintsugi.store.client.directory import FileDirectory
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
@@ -34,6 +35,12 @@ from tests.waiting import wait_until
 
 MIB = 1 << 20
 FIRST = ("from kintsugi.cli.commands.store import app; app()", "serve")
+
+
+@pytest.fixture(autouse=True)
+def clients_draw_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a few hundred lookups of one client reach every shard."""
+    monkeypatch.setattr(sharing, "ASKED_AGAIN", 0.5)
 
 
 @pytest.fixture
