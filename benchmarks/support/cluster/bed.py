@@ -226,6 +226,8 @@ class Bed:
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": ":".join(str(REPOSITORY / part) for part in ("services", "operators", ".")),
             "HOME": str(self.place),
+            # The other resolver asks only name servers, and here are none.
+            "GRPC_DNS_RESOLVER": "native",
         }
 
     def tend(self) -> None:
