@@ -22,8 +22,6 @@ SWITCH = f"{NETWORK}.1"
 INSIDE = "KINTSUGI_BED_INSIDE"
 UNSHARE = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts")
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-NOBODY = "02:de:ad:be:ef:00"
-"""A link address that no host has: packets to it are lost without an error."""
 SHARED_MEMORY = "768m"
 START_S = 10.0
 INIT = """
@@ -155,13 +153,13 @@ class Host:
     def speed_up(self) -> None:
         self._net("tc", "qdisc", "del", "dev", "eth0", "root")
 
-    def drop(self, other: Host) -> None:
-        """Lose what this host sends to the other."""
-        self._net(*f"ip neigh replace {other.address} lladdr {NOBODY} dev eth0 nud permanent".split())
+    def drop(self, other: Host, port: int) -> None:
+        """Lose what the TCP port of this host sends to another one: connections hang."""
+        self._net(*f"ip rule add to {other.address} ipproto tcp sport {port} blackhole".split())
 
-    def deliver(self, other: Host) -> None:
+    def deliver(self, other: Host, port: int) -> None:
         """End `drop`."""
-        self._net(*f"ip neigh del {other.address} dev eth0".split())
+        self._net(*f"ip rule del to {other.address} ipproto tcp sport {port} blackhole".split())
 
     def _net(self, *command: str) -> None:
         _run("nsenter", "-t", str(self._init), "--net", *command)

@@ -26,6 +26,7 @@ from benchmarks.support.cluster.traffic import (
 )
 from benchmarks.support.engines import say
 from benchmarks.support.figures import commit
+from kintsugi.core.deploy import SHARD_PORT
 from kintsugi.core.errors import KintsugiError
 
 LIMIT_S = 120.0
@@ -38,6 +39,7 @@ BLINK_S = 6.0
 HEAD_CUT_S = 12.0
 """Cuts that Ray does not notice."""
 HEALTHY_S = 5.0
+PARTITION_S = 15.0
 PUTS = 4
 DOCUMENTS = 300
 """More than one batch of a job; each is a chunk."""
@@ -212,23 +214,20 @@ def blink(stage: Stage) -> None:
 
 
 def partition(stage: Stage) -> None:
-    """A gateway reaches no shard; the engine on its host does not, either."""
+    """A gateway and the engine on its host reach no shard."""
     bed = stage.bed
     name = bed.host_of(ENGINE, GATEWAY)
-    host = bed.hosts[name]
     shards = [other for other in bed.hosts.values() if other.address in bed.running(SHARD)]
     with stage.asking() as traffic:
         since_s = time.monotonic()
         for shard in shards:
-            host.drop(shard)
-            shard.drop(host)
+            shard.drop(bed.hosts[name], SHARD_PORT)
         try:
             stage.put(without=name)
-            is_calm = traffic.wait_calm(since_s, 15.0, LIMIT_S)
+            is_calm = traffic.wait_calm(since_s, PARTITION_S, LIMIT_S)
         finally:
             for shard in shards:
-                host.deliver(shard)
-                shard.deliver(host)
+                shard.deliver(bed.hosts[name], SHARD_PORT)
         if not is_calm:
             raise RuntimeError("questions are not answered while a gateway is cut off from the shards")
 
@@ -416,6 +415,7 @@ NEEDS_REDIS = ("kill_head", "cut_head")
 
 def play(bed: Bed, name: str) -> Outcome:
     """Run one scenario, make the bed whole, and look for lost chunks and wrong answers."""
+    say(f"scenario {name}")
     outcome = Outcome(name, commit=commit())
     began_s = time.monotonic()
     try:
