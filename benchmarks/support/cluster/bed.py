@@ -105,12 +105,13 @@ class Bed:
         self.place = folder / "host"
         self.place.mkdir()
         (folder / "logs").mkdir()
-        self._names = folder / "names"
+        names = folder / "names"
         self.hosts = {
-            name: Host(name, FIRST_NUMBER + number, folder / name, self.place, self._names)
+            name: Host(name, FIRST_NUMBER + number, folder / name, self.place, names)
             for number, name in enumerate(ROLES)
         }
-        self._write_names()
+        lines = [f"{host.address} {name}" for name, host in self.hosts.items()]
+        names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         self.book = Book()
         self._kubelets: dict[str, subprocess.Popen[bytes]] = {}
         self._redis: subprocess.Popen[bytes] | None = None
@@ -162,16 +163,6 @@ class Bed:
     def boot(self, name: str) -> None:
         self.hosts[name].boot()
         self._start_ray(name)
-
-    def _write_names(self) -> None:
-        lines = [f"{host.address} {host.name}" for host in self.hosts.values()]
-        self._names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-
-    def replace_head(self) -> None:
-        """Boot a head in place of a lost one, with another address but its name, as a pod has."""
-        self.head.number += len(self.hosts)
-        self._write_names()
-        self.boot(HEAD)
 
     def _has_ray(self, name: str) -> bool:
         return "Ray runtime started" in (self.folder / f"logs/{name}").read_text()

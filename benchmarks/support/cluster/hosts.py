@@ -68,18 +68,11 @@ class Host:
         """``disk``: the host's folder, which its processes see at ``place``, as all hosts do. ``names``: the
         file that all hosts see as /etc/hosts."""
         self.name = name
-        self.number = number
+        self.address = f"{NETWORK}.{number}"
+        self._link = f"v{number}"
         self._disk, self._place, self._names = disk, place, names
         self._unshared: subprocess.Popen[str] | None = None
         self._init = 0
-
-    @property
-    def address(self) -> str:
-        return f"{NETWORK}.{self.number}"
-
-    @property
-    def _link(self) -> str:
-        return f"v{self.number}"
 
     @property
     def is_up(self) -> bool:

@@ -166,10 +166,10 @@ def _kill(*roles: str) -> Scenario:
 
 
 def kill_head(stage: Stage) -> None:
-    """Nothing restarts, neither without a head nor when another one has taken over."""
+    """Nothing restarts, neither without a head nor when it has returned at its address."""
     bed = stage.bed
     with stage.unchanged():
-        stage.lose(HEAD, lambda: bed.kill(HEAD), bed.replace_head)
+        stage.lose(HEAD, lambda: bed.kill(HEAD), lambda: bed.boot(HEAD))
 
 
 def _cut_off(*roles: str) -> Scenario:
