@@ -427,6 +427,9 @@ def play(bed: Bed, name: str) -> Outcome:
         began_s = time.monotonic()
         bed.wait_ready(HEAL_S)
         outcome.notes |= {"heal_s": round(time.monotonic() - began_s, 1), "chunks": len(bed.book.texts)}
+        if refused := [reason[:160] for reason in bed.book.refused]:
+            outcome.notes["refused"] = refused
+            bed.book.refused.clear()
         outcome.lost = len(bed.find_lost())
         outcome.wrong += bed.count_wrong()
     except FAILURES as failure:

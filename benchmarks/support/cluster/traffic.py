@@ -75,8 +75,8 @@ class Book:
     texts: dict[str, str] = field(default_factory=dict)
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Token ids by text."""
-    refused: int = 0
-    """Puts that failed, and said so."""
+    refused: list[str] = field(default_factory=list)
+    """Why puts failed that said so."""
     _number: int = 0
 
     def put(self, client: Client, count: int) -> None:
@@ -85,14 +85,14 @@ class Book:
         self._number += count
         try:
             results = client.put_chunks(texts, timeout_s=PUT_TIMEOUT_S)
-        except KintsugiError:
-            self.refused += count
+        except KintsugiError as error:
+            self.refused += [str(error)] * count
             return
         for text, result in zip(texts, results, strict=True):
             if result.state in ("stored", "present"):
                 self.texts[result.key] = text
             else:
-                self.refused += 1
+                self.refused.append(f"{result.state} {result.reason}")
 
     def learn(self, client: Client) -> None:
         """Ask for the answers that are not known yet, by full prefill."""
