@@ -128,13 +128,12 @@ def _ask_serve(ask: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="asks-serve", daemon=True).start()
-    try:
-        return answer.result(SERVE_ANSWER_S)
-    except TimeoutError:
-        if answer.done():
-            raise
-        raise TimeoutError(f"Serve's controller does not answer within {SERVE_ANSWER_S:.0f} s") from None
+    asking = threading.Thread(target=run, name="asks-serve", daemon=True)
+    asking.start()
+    asking.join(SERVE_ANSWER_S)
+    if not answer.done():
+        raise TimeoutError(f"Serve's controller does not answer within {SERVE_ANSWER_S:.0f} s")
+    return answer.result()
 
 
 def cause_in(message: str) -> str:
