@@ -368,8 +368,9 @@ class KnownChunks:
 
     def _erase(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> int:
         with self._writing:
+            latest_s = time.time()  # a later time is that of a clock that was ahead
             with self._lock:
-                spared = {key for key, at_s in self.recent.items(namespace) if at_s > asked_at_s}
+                spared = {key for key, at_s in self.recent.items(namespace) if asked_at_s < at_s <= latest_s}
                 for address in [one for one in self._touched if one[0] == namespace]:
                     del self._touched[address]
             before = len(self)

@@ -51,6 +51,9 @@ class Scope:
     """Unix seconds: chunks whose save was requested later are kept."""
     within: str = EVERY_NAMESPACE
     """The pattern of namespaces that the caller may use."""
+    latest_s: float = math.inf
+    """Unix seconds: no save can have been requested later. A chunk that was has its time from a clock that
+    was ahead, and nobody knows when its save was requested."""
 
     @staticmethod
     def of(namespace: str, keys: Iterable[ChunkKey], within: str = EVERY_NAMESPACE) -> Scope:
@@ -62,7 +65,7 @@ class Scope:
 
     def takes(self, entry: ChunkEntry) -> bool:
         """Return whether a chunk with a covered address was requested early enough to be removed."""
-        return entry.manifest.asked_at_s <= self.until_s
+        return not self.until_s < entry.manifest.asked_at_s <= self.latest_s
 
     def covers(self, address: Address) -> bool:
         namespace, key = address

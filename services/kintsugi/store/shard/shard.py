@@ -305,18 +305,21 @@ class Shard:
         keys = (None,) if scope.keys is None else sorted(scope.keys)
         erasures = [Erasure(scope.namespace, key, scope.until_s, scope.within) for key in keys]
         scope = self.table.widen(scope)
-        removed = self.table.remove(scope)  # first: caches that follow the record must not find the chunks
+        removed = self._remove(scope)  # first: caches that follow the record must not find the chunks
         scope = replace(scope, until_s=self.erasures.record(erasures, tiers=self._tier_names))
         yield from self._wiping(scope, removed, timeout_s)
         removed.gone_at_s = self._wall_clock()
         return removed
+
+    def _remove(self, scope: Scope) -> Removed:
+        return self.table.remove(replace(scope, latest_s=self._wall_clock() + CLOCKS_DIFFER_S))
 
     def _wiping(self, scope: Scope, removed: Removed, timeout_s: float = ERASE_S_MAX) -> Steps[None]:
         """Delete the chunks that a recorded erasure covers, count them in `removed`, and wipe their bytes.
         Raises like `erasing`."""
         began_s = time.monotonic()
         cut_s, waits_s = began_s + ERASE_GRACE_S, poll_waits_s()
-        removed.add(self.table.remove(scope))
+        removed.add(self._remove(scope))
         flushes = self.flush_writers()
         while not all(flush.done() for flush in flushes) or self.table.is_in_hand(scope):
             now_s = time.monotonic()

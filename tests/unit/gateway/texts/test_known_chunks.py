@@ -80,6 +80,16 @@ def test_what_is_forgotten_is_not_found(known: KnownChunks) -> None:
     assert known.find("tenant", text) == []
 
 
+def test_a_clock_that_was_ahead_keeps_no_text_from_an_erasure(
+    known: KnownChunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, now_s in enumerate([100_000.0, 200.0, 200.5]):
+        monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+        known.remember("tenant", key_of(number), (number,))
+    assert known.erase("tenant", None, 200.2) == 2
+    assert [known.knows("tenant", key_of(number)) for number in range(3)] == [False, False, True]
+
+
 def test_the_least_recently_used_leave_first(tmp_path: Path) -> None:
     texts = [words(seed, 64) for seed in range(4)]
     known = KnownChunks(tmp_path, chunks_max=6)

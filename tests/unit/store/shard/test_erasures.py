@@ -133,6 +133,24 @@ def test_shards_record_one_erasure_with_one_time() -> None:
     assert erasure.at_s == 101.0, "a clock that is wrong by years hides no later erasure"
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_clock_that_was_ahead_keeps_no_chunk_from_an_erasure(learns: bool) -> None:
+    """Its chunks have times that no save can have had yet."""
+    now_s = [100.0]
+    with closing(Shard(RamTier(1 << 20), wall_clock=lambda: now_s[0])) as shard:
+        now_s[0] += 2 * 86_400
+        put_chunk(shard, range(8), "acme", 0.0)
+        now_s[0] = 200.0
+        put_chunk(shard, range(9), "acme", 0.0)
+        now_s[0] = 200.5
+        later = put_chunk(shard, range(10), "acme", 0.0)
+        if learns:
+            apply(shard, "b", [Erasure("acme", None, 200.2)], 1)
+        else:
+            shard.erase(Scope("acme"), 200.2)
+        assert [entry.manifest.key for entry in shard.table.entries()] == [later]
+
+
 def test_a_namespace_with_many_erasures_merges_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
