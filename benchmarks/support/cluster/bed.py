@@ -125,7 +125,7 @@ class Bed:
             shards=2,
             replication=2,
             ram_gib=0.125,
-            tiers=(TierSpec(str(self.place / "ssd"), 0.25),),
+            tiers=(TierSpec(str(self.place / "ssd"), 2.0),),
             data_dir=str(self.place / "data"),
             expert=StoreExpert(host=ANY_HOST, insecure=True),
         )
