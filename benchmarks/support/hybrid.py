@@ -1,7 +1,7 @@
 """Measures what blends lose on models with recurrent layers.
 
 The models are those of `benchmarks.testbed.hybrid`, trained first if the cache has none. A configuration is
-chosen on some questions, within a quarter of a full prefill's cost, and judged on others.
+chosen on a quarter as many questions, within a quarter of a full prefill's cost, and judged on others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from kintsugi.core.report import describe_selection
 from kintsugi.quality import metrics
 
 ANSWERS_MIN, GAP_MIN = 0.96, 25
-CHOSEN_ON = 12
-"""Prompts per task that a configuration is chosen on."""
 DTYPES = {"mamba2": "float32", "delta_net": "bfloat16"}
 """By kind of recurrence. vLLM computes Gated DeltaNet on a CPU in bfloat16 alone."""
 
@@ -41,7 +39,7 @@ def measure(kind: str, setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> li
     # vLLM's Mamba-2 on a CPU fails with prefix caching: its scan returns final states alone.
     arguments: dict[str, Any] = {"dtype": DTYPES[kind], "enable_prefix_caching": False}
     with trained(setup, **arguments) as running:
-        asked = testbed.questions(tasks, testbed.CHOSEN_FROM, min(CHOSEN_ON, setup.chosen_on))
+        asked = testbed.questions(tasks, testbed.CHOSEN_FROM, max(2, setup.prompts // 4))
         best = choose(setup, bench_of(running, testbed.cases(running, asked)), running.num_layers)
         scores = judged(setup, running, [NOTHING, best], tasks)
         mismatches = count_mismatches(setup, running)
