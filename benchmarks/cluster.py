@@ -63,7 +63,7 @@ def main() -> None:
         "weights": "trained",
         "quick": arguments.quick,
         "hosts": len(HOSTS),
-        "left_out": [name for name in names if name not in {one.name for one in outcomes}],
+        "left_out": sorted(SCENARIOS.keys() - {one.name for one in outcomes}),
         "rows": [one.to_mapping() for one in outcomes],
     }
     figures = figures_of(outcomes)

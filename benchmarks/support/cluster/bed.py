@@ -228,12 +228,10 @@ class Bed:
                 say(f"Ray ended on {name} ({kubelet.returncode}), and starts again")
                 self._start_ray(name)
 
-    def deploy(self, spec: ServiceSpec, adapt: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-        """Apply the configuration of ``spec``, changed by ``adapt``."""
+    def deploy(self, spec: ServiceSpec) -> None:
+        """Apply the configuration of ``spec``."""
         placement = Placement({SHARD_RESOURCE: 1}, {ENGINE_RESOURCE: 1}, {GATEWAY_RESOURCE: 1})
-        config = serve_config(spec, placement)
-        adapt(config)
-        response = httpx.put(self._serve_url(), json=config, timeout=60)
+        response = httpx.put(self._serve_url(), json=serve_config(spec, placement), timeout=60)
         response.raise_for_status()
         self.spec = spec
 

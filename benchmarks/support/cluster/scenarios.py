@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
@@ -342,54 +340,6 @@ def _workers(bed: Bed) -> list[str]:
     return [name for name in titles if any(one.startswith("ray::Worker") for one in titles[name])]
 
 
-def autoscale(stage: Stage) -> None:
-    """Engines from one to two under load, and back at rest, with 10 s of delay in place of 300 s."""
-    bed = stage.bed
-    spec = bed.spec
-    scaled = replace(spec, engines=replace(spec.engines, replicas=1, replicas_max=2))
-
-    def hasten(config: Mapping[str, Any]) -> None:
-        for application in config["applications"]:
-            for deployment in application["deployments"]:
-                if "autoscaling_config" in deployment:
-                    deployment["autoscaling_config"]["downscale_delay_s"] = 10.0
-
-    bed.deploy(scaled, hasten)
-    try:
-        bed.wait(lambda: len(bed.running(ENGINE)) == 1, HEAL_S, "one engine at rest")
-        with _Load(bed):
-            bed.wait(lambda: len(bed.running(ENGINE)) == 2, HEAL_S, "a second engine under load")
-        bed.wait(lambda: len(bed.running(ENGINE)) == 1, HEAL_S, "one engine after the load")
-    finally:
-        bed.deploy(spec)
-
-
-class _Load:
-    """Many long prompts at a time."""
-
-    def __init__(self, bed: Bed) -> None:
-        self._stopped = threading.Event()
-        self._pool = ThreadPoolExecutor(48)
-        self._address = bed.gateway()
-
-    def __enter__(self) -> None:
-        for seed in range(48):
-            self._pool.submit(self._run, seed)
-
-    def _run(self, seed: int) -> None:
-        text = " ".join(make_text(50_000 + seed + n) for n in range(4))
-        with connect(self._address) as client:
-            while not self._stopped.is_set():
-                try:
-                    client.generate([text], "?", max_tokens=1, no_blend=True)
-                except KintsugiError:
-                    self._stopped.wait(0.5)
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
 SCENARIOS: Mapping[str, Scenario] = {
     "kill_shard": _kill(SHARD),
     "kill_engine": _kill(ENGINE),
@@ -407,7 +357,6 @@ SCENARIOS: Mapping[str, Scenario] = {
     "scale_in_fronts": scale_in_fronts,
     "scale_out_fronts": scale_out_fronts,
     "corpus": corpus,
-    "autoscale": autoscale,
 }
 FAILURES = (RuntimeError, OSError, StopIteration, ValueError, KeyError, KintsugiError, httpx.HTTPError)
 NEEDS_REDIS = ("kill_head", "cut_head")
