@@ -28,7 +28,7 @@ from benchmarks.support.real.rows import (
     full_items,
 )
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import Selection
+from kintsugi.core.plan import Selection, selection_of
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.context import NONE
@@ -60,7 +60,6 @@ class RecordingEngine:
         self.calls: list[int] = []
         self.resets = 0
         self.saved: list[tuple[int, ...]] = []
-        self.selection: Selection | None = None
         self.outcome = "blended"
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
@@ -79,9 +78,6 @@ class RecordingEngine:
     ) -> list[Generation]:
         self.saved += map(tuple, chunks)
         return [Generation([], "", 0.0, [], [], [], "stop", 0, {"outcome": "saved"}) for _ in chunks]
-
-    def plan_with(self, selection: Selection) -> None:
-        self.selection = selection
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
@@ -137,7 +133,8 @@ def test_blends_are_forced_along_full_prefills_answer(bench: RealBench, engine: 
     engine.asked.clear()
     engine.calls.clear()
     bench.measure(blend_items([item for item in full if item.question == OPEN], [CHOSEN]), AHEAD)
-    assert engine.selection == CHOSEN.selection
+    trials = [prompt.params.trial for prompt in engine.asked if prompt.params and prompt.params.trial]
+    assert {selection_of(trial) for trial in trials} == {CHOSEN.selection}
     assert engine.calls == [BATCH, SETS - BATCH]
     assert {tuple(prompt.forced or ()) for prompt in engine.asked} == {(7, 7, 7)}
     values = bench.records["blend", JUDGED, 0, OPEN, CHOSEN.name]

@@ -17,9 +17,9 @@ from benchmarks.support.real.records import Records
 from benchmarks.support.real.rows import OPEN, Item
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import PromptChunk, RagPrompt, Selection
+from kintsugi.core.plan import PromptChunk, RagPrompt, Selection, make_trial
 from kintsugi.core.request import KintsugiParams
-from kintsugi.engine.local import FORCING, Generation, LocalEngine, Prompt
+from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.models.context import NONE
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
@@ -92,7 +92,6 @@ def real_engine(model: str, store: str, form: PromptForm, context: Sequence[int]
         "max_model_len": MODEL_TOKENS_MAX,
         "disable_log_stats": True,
         "enable_prefix_caching": True,
-        "logits_processors": [FORCING],
         "max_logprobs": TOP_LOGPROBS,
     }
     with LocalEngine.start(model, extra_config=extra, **arguments) as running:
@@ -178,12 +177,13 @@ class RealBench:
         asked = self.sets[item.part][item.number].asked[item.question]
         return {**values, "kind": asked.kind, "right": asked.is_right(answer.text)}
 
-    def _request(self, item: Item, params: bool = False) -> Prompt:
+    def _request(self, item: Item, selection: Selection | None = None) -> Prompt:
         prompt = build_prompt(self.form, self.sets[item.part][item.number], item.question)
-        given = KintsugiParams(NAMESPACE, spans=prompt.spans) if params else None
+        trial = None if selection is None else make_trial(selection)
+        given = None if trial is None else KintsugiParams(NAMESPACE, spans=prompt.spans, trial=trial)
         if item.question != OPEN:
             return Prompt(prompt.token_ids, given, ANSWER_TOKENS)
-        forced = self.records[replace(item, configuration=None).key]["token_ids"] if params else None
+        forced = self.records[replace(item, configuration=None).key]["token_ids"] if given else None
         length = CONTINUATION_TOKENS if forced is None else len(forced)
         return Prompt(prompt.token_ids, given, length, top_logprobs=TOP_LOGPROBS, forced=forced)
 
@@ -197,9 +197,8 @@ class RealBench:
             self.records.add(item.key, self._blend_values(item, answer))
 
     def _blend(self, selection: Selection, items: list[Item]) -> list[Generation]:
-        self.running.plan_with(selection)
         self.running.reset_prefix_cache()
-        answers = self.running.generate([self._request(item, params=True) for item in items])
+        answers = self.running.generate([self._request(item, selection) for item in items])
         for answer in answers:
             accounting = answer.accounting or {}
             if accounting.get("outcome") != Outcome.BLENDED.value or accounting.get("chunks_missed"):

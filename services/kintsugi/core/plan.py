@@ -6,7 +6,6 @@ executing it produces.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,7 +13,7 @@ from enum import StrEnum
 import blake3
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import TRIAL_TAG_CHARS, BlendOptions, SelectorName, Trial, parse_selector
+from kintsugi.core.request import BlendOptions, SelectorName, Trial, parse_selector
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
@@ -134,14 +133,8 @@ class Selection:
 
 
 def make_trial(selection: Selection) -> Trial:
-    """Return a new trial of a configuration."""
-    return Trial(
-        os.urandom(TRIAL_TAG_CHARS // 2).hex(),
-        selection.ratio,
-        str(selection.selector),
-        selection.check_layer,
-        selection.query_layers,
-    )
+    """Return a trial of a configuration."""
+    return Trial(selection.ratio, str(selection.selector), selection.check_layer, selection.query_layers)
 
 
 def selection_of(trial: Trial) -> Selection:

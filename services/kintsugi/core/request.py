@@ -22,7 +22,6 @@ from kintsugi.core.spaces import ChunkKey, Span, check_namespace
 PARAMS_KEY = "kintsugi"
 PARAMS_VERSION = 1
 SPANS_MAX = 4096
-TRIAL_TAG_CHARS = 32
 TTL_S_MAX = 10 * 365 * 86_400.0
 """Ten years."""
 FOUND_CHARS_MIN = 32
@@ -162,8 +161,6 @@ class Trial:
 
     __pydantic_config__ = STRICT
 
-    tag: str
-    """Random name of the KV, hexadecimal. Requests with the same tag share it."""
     ratio: float
     """`core.plan.Selection.ratio`."""
     selector: str
@@ -172,10 +169,9 @@ class Trial:
     """`core.plan.Selection.check_layer`."""
     query_layers: tuple[int, ...] = ()
     """`core.plan.Selection.query_layers`."""
-
-    def __post_init__(self) -> None:
-        if len(self.tag) != TRIAL_TAG_CHARS or not set(self.tag) <= set("0123456789abcdef"):
-            raise InvalidField("trial.tag", f"must have {TRIAL_TAG_CHARS} hexadecimal digits")
+    answer_tokens: int = 0
+    """Number of tokens at the end of the prompt that are not blended, because they belong to an answer. The
+    engine computes them after the blend, and reports the logprobs along them."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from kintsugi.core.sizing import CPU_KV_CACHE_GIB
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.engine.versions import WORKING
-from kintsugi.engine.worker.hooks import ENGINE_HOOKS, FORCING_HOOKS, HOOKS, LOCAL_HOOKS, check_vllm
+from kintsugi.engine.worker.hooks import ENGINE_HOOKS, HOOKS, LOCAL_HOOKS, check_vllm
 from kintsugi.models.reference import default_dtype, resolve_model
 from kintsugi.store.protocol.save_times import SaveTimes
 
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
 
     from kintsugi.engine.scheduler.side import SchedulerSide
 
-FORCED_KEY = "kintsugi_forced"
-FORCING = "kintsugi.engine.forcing:TeacherForcing"
-"""Value of vLLM's argument `logits_processors` for engines that accept `Prompt.forced`."""
 GENERATE_TIMEOUT_S = 900.0
 IDLE_S = 0.001
 """A step without outputs that takes less time has computed nothing; the next step begins this much later."""
@@ -77,7 +75,7 @@ class Prompt:
     ignore_eos: bool = False
     """Continue after the token that ends a text."""
     forced: Sequence[int] | None = None
-    """Answer with these tokens; logprobs stay the model's own. The engine must be started with `FORCING`."""
+    """Return the distributions along these tokens instead of an answer. The prompt must be a trial."""
     priority: int = 0
     """vLLM's priority: lower goes first. Has an effect only if the engine schedules by priority."""
 
@@ -94,7 +92,7 @@ class Generation:
     itl_s: list[float] = field(default_factory=list)
     """Seconds between successive tokens: one value fewer than tokens."""
     logprobs: list[float] = field(default_factory=list)
-    """The logprob of each chosen token."""
+    """The logprob of each chosen token; NaN for a last forced token that is not among the best."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """Logprobs by token id at each step: the chosen token's and those of the `Prompt.top_logprobs` best."""
     finish_reason: str | None = None
@@ -115,6 +113,7 @@ class _Running:
     """A request between `add_request` and its last token."""
 
     started_s: float
+    forced: Sequence[int] | None = None
     token_times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -124,22 +123,23 @@ class _Running:
     def take(self, output: Any, now_s: float) -> None:
         """Add the tokens of one `vllm.RequestOutput` in delta form."""
         completion = output.outputs[0]
+        rows = rows_along(output, self.forced) if self.forced else completion.logprobs or ()
         self.token_times_s += [now_s] * len(completion.token_ids)
         self.token_ids += completion.token_ids
         self.text += completion.text
-        for entries in completion.logprobs or ():
+        for entries in rows:
             self.steps.append({token: entry.logprob for token, entry in entries.items()})
         if output.finished:
             self.generation = self._build_generation(output, completion.finish_reason)
 
     def _build_generation(self, output: Any, finish_reason: str | None) -> Generation:
-        times = self.token_times_s
+        times, token_ids = self.token_times_s, list(self.forced or self.token_ids)[: len(self.steps)]
         return Generation(
-            token_ids=self.token_ids,
+            token_ids=token_ids,
             text=self.text,
             ttft_s=times[0] - self.started_s if times else float("nan"),
             itl_s=[later - earlier for earlier, later in pairwise(times)],
-            logprobs=[step[token] for step, token in zip(self.steps, self.token_ids, strict=True)],
+            logprobs=[step.get(token, math.nan) for step, token in zip(self.steps, token_ids, strict=True)],
             top_logprobs=self.steps,
             finish_reason=finish_reason,
             num_cached_tokens=output.num_cached_tokens or 0,
@@ -171,8 +171,7 @@ class LocalEngine:
         if isinstance(model, Path) and not model.is_dir():
             raise NotFound(f"{model} is not a folder; pass the folder of a checkpoint")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        forces = FORCING in vllm_args.get("logits_processors", ())
-        check_vllm((*ENGINE_HOOKS, *LOCAL_HOOKS, *(FORCING_HOOKS if forces else ())))
+        check_vllm((*ENGINE_HOOKS, *LOCAL_HOOKS))
         if extra_config is not None:
             check_vllm(HOOKS)
         from vllm import LLM
@@ -211,7 +210,7 @@ class LocalEngine:
         started_s = time.perf_counter()
         running: dict[str, _Running] = {}
         for request_id, prompt in zip(self._ids(len(prompts)), prompts, strict=True):
-            running[request_id] = _Running(time.perf_counter())
+            running[request_id] = _Running(time.perf_counter(), prompt.forced)
             self._submit(request_id, prompt)
         while any(request.generation is None for request in running.values()):
             if time.perf_counter() - started_s > timeout_s:
@@ -321,18 +320,18 @@ class LocalEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        extra_args: dict[str, Any] = {}
-        if prompt.params is not None:
-            extra_args["kv_transfer_params"] = prompt.params.to_mapping()
-        if prompt.forced is not None:
-            extra_args[FORCED_KEY] = list(prompt.forced)
+        if prompt.forced:
+            prompt = along_answer(prompt)
+        params = prompt.params
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=prompt.max_tokens,
             logprobs=prompt.top_logprobs,
             ignore_eos=prompt.ignore_eos,
+            detokenize=not prompt.forced,  # rows of blended tokens hold arbitrary ids
             output_kind=RequestOutputKind.DELTA,
-            extra_args=extra_args or None,
+            extra_args=None if params is None else {"kv_transfer_params": params.to_mapping()},
+            **(logprobs_along(prompt) if prompt.forced else {}),
         )
         tokens = tokens_prompt(prompt)
         self.llm.llm_engine.add_request(request_id, tokens, sampling, priority=prompt.priority)
@@ -404,6 +403,36 @@ def tokens_prompt(prompt: Prompt) -> TokensPrompt:
     if prompt.cache_salt is not None:
         tokens["cache_salt"] = prompt.cache_salt
     return tokens
+
+
+def along_answer(prompt: Prompt) -> Prompt:
+    """Return the request that computes a trial along `Prompt.forced` in one prefill: all forced tokens but
+    the last follow the prompt, and the engine computes them after the blend."""
+    assert prompt.forced
+    assert prompt.params is not None
+    assert prompt.params.trial is not None
+    more = list(prompt.forced[:-1])
+    trial = dataclasses.replace(prompt.params.trial, answer_tokens=len(more))
+    return dataclasses.replace(
+        prompt,
+        token_ids=[*prompt.token_ids, *more],
+        params=dataclasses.replace(prompt.params, trial=trial),
+        max_tokens=1,
+    )
+
+
+def logprobs_along(prompt: Prompt) -> dict[str, Any]:
+    """Return vLLM's sampling parameters for the distributions along `Prompt.forced`, which follows the
+    prompt. They are reported only for tokens that vLLM computes itself."""
+    count = prompt.top_logprobs if len(prompt.forced or ()) > 1 else None
+    return {"prompt_logprobs": count, "skip_reading_prefix_cache": False}
+
+
+def rows_along(output: Any, forced: Sequence[int]) -> list[Any]:
+    """Return the distributions along the forced tokens from vLLM's output of a prompt that ends with all of
+    them but the last. Only one if the prompt was not blended."""
+    rows = output.prompt_logprobs[1 - len(forced) :] if len(forced) > 1 else ()
+    return [*filter(None, rows), *output.outputs[0].logprobs]
 
 
 def base_arguments(model: str | Path, extra_config: Mapping[str, object] | None) -> dict[str, Any]:

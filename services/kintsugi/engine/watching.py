@@ -4,10 +4,12 @@ pass sampled answers to a watcher.
 A sampled request makes vLLM compute logprobs that its caller does not get: vLLM's handlers return only what
 the caller requested.
 
-A full prefill along a given answer uses no logits processor. Engines would have to load one at start, which
+A prefill along a given answer uses no logits processor. Engines would have to load one at start, which
 vLLM refuses with speculative decoding, and each of vLLM's two model runners needs a different kind.
-Instead the prompt is prefilled once, and once more with the answer appended: the second pass reads the
-prompt's blocks from the prefix cache, computes only the answer's tokens, and reports their logprobs.
+Instead the answer follows the prompt, and vLLM reports the logprobs of prompt tokens that it computes itself.
+After a blend these are the answer's, so one pass suffices. A full prefill would report those of the whole
+prompt, which costs more than the prefill. So the prompt is prefilled once, and once more with the answer: the
+second pass reads the prompt's blocks from the prefix cache.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -24,7 +26,14 @@ from typing import Any, Protocol
 
 from kintsugi.core.accounting import TICKET, TOLD, WEIGHTS_CHANGED
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.engine.local import Generation, Prompt, tokens_prompt
+from kintsugi.engine.local import (
+    Generation,
+    Prompt,
+    along_answer,
+    logprobs_along,
+    rows_along,
+    tokens_prompt,
+)
 from kintsugi.engine.plugin import CONNECTOR
 
 RAW = "raw_logprobs"
@@ -348,57 +357,44 @@ async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority
     all its tokens.
     """
     # A unique salt: an equal prompt may have left blended blocks.
-    salt = uuid.uuid4().hex
-    return await _run_along(client, prompt, salt, request_id, priority, {"skip_reading_prefix_cache": True})
+    salt, forced = uuid.uuid4().hex, list(prompt.forced or ())
+    last = await _run_prefill(client, prompt, salt, request_id, priority, skip_reading_prefix_cache=True)
+    rows = list(last.outputs[0].logprobs)
+    if len(forced) > 1 and client.vllm_config.cache_config.enable_prefix_caching:
+        longer = replace(prompt, token_ids=[*prompt.token_ids, *forced[:-1]])
+        again = logprobs_along(longer)
+        last = await _run_prefill(client, longer, salt, f"{request_id}-forced", priority, **again)
+        rows += rows_along(last, forced)[1:]
+    return _along(prompt, last, rows)
 
 
 async def blend_trial(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
-    """Blend the prompt as its trial says, and return the distributions after it and along `prompt.forced`,
-    with the blend's accounting. Both passes share the trial's KV, which no other request finds."""
-    assert prompt.params is not None
-    extra = {"extra_args": {"kv_transfer_params": prompt.params.to_mapping()}}
-    return await _run_along(client, prompt, prompt.params.namespace, request_id, priority, extra)
+    """Blend the prompt as its trial says, and return the distributions along `prompt.forced`, with the
+    blend's accounting."""
+    asked = along_answer(prompt)
+    last = await _run_trial(client, asked, request_id, priority, **logprobs_along(asked))
+    return _along(prompt, last, rows_along(last, prompt.forced or ()))
 
 
-async def _run_along(
-    client: Any, prompt: Prompt, salt: str, request_id: str, priority: int, first: Mapping[str, Any]
-) -> Generation:
-    """Run the prompt, and once more with `prompt.forced` appended. ``first``: sampling parameters of the
-    first pass; the second has its `extra_args`."""
-    forced = list(prompt.forced or ())
-    last = await _run_prefill(client, prompt, salt, request_id, priority, **first)
+def _along(prompt: Prompt, last: Any, rows: Sequence[Any]) -> Generation:
+    """Return the distributions ``rows`` along the prompt's forced tokens. ``last``: vLLM's output."""
+    steps = [_best(row, prompt.top_logprobs) for row in rows]
+    token_ids = list(prompt.forced or last.outputs[0].token_ids)[: len(steps)]
     accounting = (last.kv_transfer_params or {}).get(PARAMS_KEY)
-    steps = [_best(last.outputs[0].logprobs[0], prompt.top_logprobs)]
-    if len(forced) > 1 and client.vllm_config.cache_config.enable_prefix_caching:
-        longer = replace(prompt, token_ids=[*prompt.token_ids, *forced[:-1]])
-        last = await _run_prefill(
-            client,
-            longer,
-            salt,
-            f"{request_id}-forced",
-            priority,
-            prompt_logprobs=prompt.top_logprobs,
-            skip_reading_prefix_cache=False,
-            extra_args=first.get("extra_args"),
-        )
-        rows = last.prompt_logprobs[len(last.prompt_logprobs) - len(forced) + 2 :]
-        steps += [_best(row, prompt.top_logprobs) for row in rows]
-        steps.append(_best(last.outputs[0].logprobs[0], prompt.top_logprobs))
-    token_ids = forced[: len(steps)] or list(last.outputs[0].token_ids)
     return _Answer(len(steps), prompt.top_logprobs, token_ids, steps).generation(last, accounting)
+
+
+async def _run_trial(client: Any, prompt: Prompt, request_id: str, priority: int, **more: Any) -> Any:
+    """Run a prefill with the prompt's own parameters, in its namespace."""
+    assert prompt.params is not None
+    extra = {"kv_transfer_params": prompt.params.to_mapping()}
+    salt = prompt.params.namespace
+    return await _run_prefill(client, prompt, salt, request_id, priority, extra_args=extra, **more)
 
 
 async def audit_chunk(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
     """Run the prompt's audit. Its KV is exact, so the tenant's other requests may use it."""
-    assert prompt.params is not None
-    last = await _run_prefill(
-        client,
-        prompt,
-        prompt.params.namespace,
-        request_id,
-        priority,
-        extra_args={"kv_transfer_params": prompt.params.to_mapping()},
-    )
+    last = await _run_trial(client, prompt, request_id, priority)
     return _Answer(0, 0).generation(last, (last.kv_transfer_params or {}).get(PARAMS_KEY))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.layout import codec_named
 from kintsugi.core.plan import FormName
-from kintsugi.engine.local import FORCING, LocalEngine
+from kintsugi.engine.local import LocalEngine
 from kintsugi.models.prompt_form import NO_ARGS, PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 from kintsugi.models.texts import read_user_text
@@ -95,7 +95,6 @@ def start_measuring_engine(spec: MeasuringEngineSpec) -> Iterator[LocalEngine]:
         "disable_log_stats": True,
         **spec.vllm_args,
         "enable_prefix_caching": False,
-        "logits_processors": [FORCING],
     }
     with LocalEngine.start(spec.model, extra_config=extra, **arguments) as engine:
         yield engine

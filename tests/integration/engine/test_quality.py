@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +17,7 @@ from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import calibrate
 from kintsugi.quality.evaluate import EvaluationGrid, evaluate
-from kintsugi.quality.measure import Bench, measure_selection, tokenize_questions
+from kintsugi.quality.measure import NAMESPACE, Bench, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
 from kintsugi.quality.reports import ReportKeeper
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
@@ -110,18 +112,42 @@ def test_an_evaluation_has_baselines_and_times(engine: LocalEngine, bench: Bench
     assert all(row.ttft.mean > 0 and row.num_prompts == 4 for row in (full, reuse, blend))
 
 
-def test_forced_answers_report_the_models_own_logprobs(engine: LocalEngine, bench: Bench) -> None:
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_a_trial_along_an_answer_reports_what_decoding_it_would(
+    engine: LocalEngine, bench: Bench, length: int
+) -> None:
+    """Along any tokens, at every position, beside a request that is left alone."""
     token_ids = bench.prompt(0, None).token_ids
-    (free,) = engine.generate([Prompt(token_ids, None, 3, top_logprobs=5)])
-    other = [free.token_ids[0], (free.token_ids[1] + 1) % 500 + 3]
-    (forced, plain) = engine.generate(
-        [Prompt(token_ids, None, 3, top_logprobs=5, forced=other), Prompt(token_ids, None, 3, top_logprobs=5)]
-    )
-    assert forced.token_ids[:2] == other
-    assert len(forced.token_ids) == 3, "free again behind the forced ones"
-    assert forced.logprobs[1] < free.logprobs[1]
-    assert forced.top_logprobs[0] == pytest.approx(free.top_logprobs[0], abs=1e-4)
-    assert plain.token_ids == free.token_ids, "a request beside it is left alone"
+    other = tuple((7 * position) % 500 + 3 for position in range(length))
+    each = [Prompt([*token_ids, *other[:position]], None, 1, top_logprobs=5) for position in range(length)]
+    expected = [one.top_logprobs[0] for one in engine.generate(each)]
+    trial, plain = engine.generate([bench.prompt(0, Selection(1.0), other), each[0]])
+    assert trial.token_ids == list(other)
+    assert len(trial.top_logprobs) == length
+    for found, wanted in zip(trial.top_logprobs, expected, strict=True):
+        best = sorted(found, key=lambda token: -found[token])[:5]
+        assert {token: found[token] for token in best} == pytest.approx(
+            {token: wanted[token] for token in best}, abs=1e-3
+        )
+    assert plain.top_logprobs[0] == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "outcome", "rows"), [(NAMESPACE, "blended", 2), ("absent", "declined", 0)]
+)
+def test_only_a_blended_trial_computes_logprobs_of_prompt_tokens(
+    engine: LocalEngine, bench: Bench, namespace: str, outcome: str, rows: int
+) -> None:
+    """Of a whole prompt they take more memory than its prefill."""
+    prompt = bench.prompt(1, Selection(0.4), (5, 6, 7))
+    assert prompt.params is not None
+    model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    with patch.object(model, "compute_logits", wraps=model.compute_logits) as computed:
+        (answer,) = engine.generate([replace(prompt, params=replace(prompt.params, namespace=namespace))])
+    assert answer.accounting is not None
+    assert answer.accounting["outcome"] == outcome
+    assert sum(len(call.args[0]) for call in computed.mock_calls) == rows + 1
+    assert len(answer.top_logprobs) == rows + 1
 
 
 def test_a_report_is_written_whole_and_read_again(engine: LocalEngine, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -404,16 +405,20 @@ def test_the_first_position_alone_takes_one_pass(forced: tuple[int, ...] | None,
     assert len(client.passes) == len(full.top_logprobs) == len(full.token_ids) == 1
 
 
-def test_a_trial_along_an_answer_takes_two_passes_over_the_same_kv() -> None:
+@pytest.mark.parametrize("whole_prompt", [True, False])
+@pytest.mark.parametrize("forced", [(41,), (41, 42, 43)])
+def test_a_trial_along_an_answer_takes_one_pass(whole_prompt: bool, forced: tuple[int, ...]) -> None:
     pytest.importorskip("vllm")
-    client = PrefillingClient(cached=16, whole_prompt=True)
-    params = KintsugiParams("acme", trial=make_trial(Selection(0.4)))
-    prompt = Prompt(list(range(20)), params, top_logprobs=3, forced=(41, 42, 43))
+    client = PrefillingClient(cached=19, whole_prompt=whole_prompt)
+    trial = make_trial(Selection(0.4))
+    prompt = Prompt(list(range(20)), KintsugiParams("acme", trial=trial), top_logprobs=3, forced=forced)
     blend = asyncio.run(blend_trial(client, prompt, "r", 7))
-    assert [max(step, key=lambda token: step[token]) for step in blend.top_logprobs] == [1020, 1021, 1022]
-    assert blend.accounting == {"pass": 1}, "the second one blends nothing anew"
-    (first, salt, asked), (second, same_salt, again) = client.passes
-    assert (first, second) == (list(range(20)), [*range(20), 41, 42])
-    assert salt == same_salt == "acme"
-    assert asked.extra_args == again.extra_args == {"kv_transfer_params": params.to_mapping()}
-    assert not again.skip_reading_prefix_cache, "such a request would be prefilled in full"
+    found = [max(step, key=lambda token: step[token]) for step in blend.top_logprobs]
+    assert found == [1020 + position for position in range(len(forced))]
+    assert (blend.accounting, blend.token_ids) == ({"pass": 1}, list(forced))
+    ((token_ids, salt, asked),) = client.passes
+    assert (token_ids, salt) == ([*range(20), *forced[:-1]], "acme")
+    sent = KintsugiParams.from_mapping(asked.extra_args["kv_transfer_params"]["kintsugi"])
+    assert sent.trial == replace(trial, answer_tokens=len(forced) - 1)
+    assert asked.prompt_logprobs == (3 if len(forced) > 1 else None)
+    assert not asked.skip_reading_prefix_cache, "such a request would be prefilled in full"

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from kintsugi.core import deploy
-from kintsugi.engine.local import FORCING, transfer_config
+from kintsugi.engine.local import transfer_config
 from kintsugi.store.client import registry
 from kintsugi.store.client.options import UrlQuery as StoreUrlQuery
 from kintsugi.store.protocol.access import AccessDocument as TokensFile
@@ -117,7 +117,6 @@ def packaging() -> dict[str, Any]:
         },
         "python -m": sorted(path.parent.name for path in REPOSITORY.glob("operators/*/__main__.py")),
         "kv_connector": transfer_config({})["kv_connector"],
-        "logits processor": FORCING,
         "serve import paths": [
             *(deploy.STORE_BUILDER, deploy.SERVICE_BUILDER),
             *(deploy.ENGINE_POLICY, deploy.SHARD_POLICY),

@@ -22,7 +22,6 @@ from kintsugi.core.accounting import Accounting, LayerTiming, Outcome
 from kintsugi.core.namespaces import NAMESPACE_HEADER
 from kintsugi.core.request import PARAMS_KEY, PARAMS_VERSION, KintsugiParams, Op, SelectorName
 from kintsugi.engine.config import EngineConfig
-from kintsugi.engine.local import FORCED_KEY
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_request import DOCUMENT_TEXT_KEYS
 from kintsugi.sdk.transport import SERVICE as GATEWAY_SERVICE
@@ -133,7 +132,6 @@ def requests() -> dict[str, Any]:
             "outcome": [outcome.value for outcome in Outcome],
         },
         "kv_connector_extra_config": fields_of(EngineConfig),
-        "sampling extra_args": [FORCED_KEY],
         "http": {"namespace header": NAMESPACE_HEADER, "text keys of documents": list(DOCUMENT_TEXT_KEYS)},
         "grpc": {
             "services": sorted([DIRECTORY_SERVICE, GATEWAY_SERVICE, STORE_SERVICE]),

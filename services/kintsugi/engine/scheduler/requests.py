@@ -94,6 +94,18 @@ class RequestState:
     """The accounting; None until the outcome is known."""
 
     @property
+    def last(self) -> int:
+        """Position of the last token before a trial's answer. A blend ends before it; the engine computes the
+        rest."""
+        trial, length = self.params.trial, int(self.request.num_tokens)
+        return length - 1 - (0 if trial is None else trial.answer_tokens)
+
+    @property
+    def prompt(self) -> TokenIds:
+        """The prompt without a trial's answer."""
+        return TokenIds.of(self.request.prompt_token_ids[: self.last + 1])
+
+    @property
     def num_before_chunk(self) -> int:
         """Number of tokens before the chunk of a save."""
         assert self.params.spans is not None
@@ -118,6 +130,13 @@ class RequestState:
         was freed, it is blended again, because its answer would change otherwise."""
         repeatable = (None, Outcome.BLENDED, Outcome.PREFIX_HIT)
         return (self.accounting and self.accounting.outcome) not in repeatable
+
+    def report_answer(self) -> None:
+        """Let vLLM report logprobs along a trial's answer, after the blend. Those of a whole prompt take
+        more memory than its prefill, so a trial that is not blended reports none."""
+        trial, sampling = self.params.trial, self.request.sampling_params
+        if trial is not None and trial.answer_tokens:
+            sampling.prompt_logprobs = sampling.logprobs
 
     def account_prefill(self, error: NotBlendable, num_layers: int) -> None:
         """Account for a prompt that vLLM computes itself, as far as its prefix cache does not hold it. A
@@ -238,7 +257,7 @@ def take_beside_named(
 
 def _holds_for(match: Match, state: RequestState, num_ranks: int) -> bool:
     request = state.request
-    hits = hits_of(match, request.num_tokens - 1, num_ranks)
+    hits = hits_of(match, state.last, num_ranks)
     exact = exact_end(match.spans, state.space, request.all_token_ids)
     try:
         check_measured(state, hits, exact)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kintsugi.core.accounting import Accounting, decline
+from kintsugi.core.accounting import Accounting, Outcome, decline
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.gate import UNMEASURED
 from kintsugi.core.layout import Codec, codec_named
@@ -126,6 +126,8 @@ class SchedulerSide:
             if values is None and unnamed is None:
                 return
             params = unnamed or KintsugiParams.from_mapping(values)
+            if params.trial is not None:
+                request.sampling_params.prompt_logprobs = None  # until `RequestState.report_answer`
             self.salts.apply(request, params.namespace, params.shared, replaces_own=unnamed is not None)
             if params.op is not Op.OFF:
                 self._admit(request, params)
@@ -186,7 +188,7 @@ class SchedulerSide:
         """Start the lookup if its answer has room."""
         if not self._lookups.has_room:
             return
-        prompt, spans = TokenIds.of(request.prompt_token_ids), state.params.spans
+        prompt, spans = state.prompt, state.params.spans
         if state.is_discovered:
             match, multiple = self.discovery.match, state.params.chunk_tokens_multiple
             state.lookup = self._lookups.start(
@@ -220,7 +222,7 @@ class SchedulerSide:
         asking = request.prompt_token_ids if depends_on_question(selection) else ()
         digest = plan_digest(state.space, spans, selection, asking, state.takes_others)
         if state.params.trial is not None:
-            digest = bytes.fromhex(state.params.trial.tag)
+            digest = os.urandom(16)  # its KV is for no other request
         exact = self._find_plain_end(state, spans)
         if state.is_discovered and state.params.spans:
             exact = min(exact, spans[0].end)  # discovery may find other chunks after it
@@ -275,7 +277,7 @@ class SchedulerSide:
                     name = self._block_name(request, state, state.params.spans[-1].end)
                     state.leader = state.leader or self.parking.leader_of(name)
                 return None, False
-            self._predict_full(request, num_computed)
+            self._predict_full(state, num_computed)
             return 0, False
         state.num_prefix_cached = num_computed
         try:
@@ -288,9 +290,9 @@ class SchedulerSide:
             state.account_prefill(error, self.engine.num_layers)
             self._lookups.release(state.lookup)
             if self._timing.probe_is_due(error.reason):
-                hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
+                hits = hits_of(match, state.last, self.num_ranks)
                 self._metadata.probes.append(probe_of(hits, match))
-            self._predict_full(request, num_computed)
+            self._predict_full(state, num_computed)
             if error.reason == UNMEASURED and num_computed:
                 # The cached tokens may be the blend of a shorter prompt: look again for exact KV.
                 hashing.unfork(request, state.ordinary_hasher)
@@ -302,11 +304,11 @@ class SchedulerSide:
                 hashing.unfork(request, state.ordinary_hasher)
             return 0, False
         self._timing.record_plan(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
-        return request.num_tokens - 1 - num_computed, True
+        return state.last - num_computed, True
 
-    def _predict_full(self, request: Request, num_computed: int) -> None:
-        full_s = predict_full_s(self._plan_request(request, num_computed, ()))
-        self._timing.record_plan(request.request_id, full_s, is_blend=False)
+    def _predict_full(self, state: RequestState, num_computed: int) -> None:
+        full_s = predict_full_s(self._asked(state, num_computed, ()))
+        self._timing.record_plan(state.request.request_id, full_s, is_blend=False)
 
     def _claim_save(self, state: RequestState, num_computed: int) -> tuple[int | None, bool]:
         """Claim the tokens of a save: those before the chunk, and the chunk. The fork of the names ensures
@@ -350,7 +352,7 @@ class SchedulerSide:
     ) -> Match | None:
         """Process a lookup by content: count segments, drop chunks in the cached prefix, and name the
         blocks."""
-        prompt = TokenIds.of(request.prompt_token_ids)
+        prompt = state.prompt
         if state.is_discovered:
             match = self.discovery.sight(request.request_id, state.params, state.space, prompt, match)
             self._stats.count_sighted(match)
@@ -375,7 +377,7 @@ class SchedulerSide:
         """Raise `NotBlendable` if the prompt must not be blended, regardless of the engine's load."""
         if self.is_consumer:
             raise NotBlendable("kv_consumer", "this engine receives KV (kv_role) and does not blend itself")
-        hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
+        hits = hits_of(match, state.last, self.num_ranks)
         end = hits[-1].end if hits else 0
         # Otherwise the prompt has been checked, together with its cached chunks.
         if state.job is None and not state.takes_others:
@@ -385,9 +387,6 @@ class SchedulerSide:
             raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
         is_blend = num_computed > (hashing.exact_tokens(request) or 0)
         is_rest_short = is_blend and end - num_computed < self.hash_block_size
-        if is_blend and state.params.trial is not None:
-            # The second pass of a trial, along an answer: vLLM must compute the answer to report logprobs.
-            raise NotBlendable("prefix_hit", "the trial's blend is cached except for its last, partial block")
         if state.leader is not None and state.job is None and is_rest_short:
             raise NotBlendable("prefix_hit", "another blend is cached except for its last, partial block")
         if self.has_windows and num_computed:
@@ -418,10 +417,9 @@ class SchedulerSide:
         return not self.parking.admits(request.request_id, request.num_tokens)
 
     def _plan(self, request: Request, state: RequestState, match: Match, num_computed: int) -> BlendJob:
-        last = request.num_tokens - 1
         plan = self._plan_blend(request, state, match, num_computed)
         tokens = JobTokens(
-            request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
+            request.request_id, list(request.all_token_ids[num_computed : state.last]), num_computed, ()
         )
         return BlendJob(
             tokens,
@@ -429,14 +427,14 @@ class SchedulerSide:
             {hit.key: match.stored[hit.key] for hit in plan.hits},
             state.params.explain,
             state.params.explain or state.params.timeline,
-            request.all_token_ids[last],
+            request.all_token_ids[state.last],
             yields=state.params.trial is not None,
         )
 
     def _plan_blend(
         self, request: Request, state: RequestState, match: Match, num_computed: int
     ) -> BlendPlan:
-        hits = hits_beyond(hits_of(match, request.num_tokens - 1, self.num_ranks), num_computed)
+        hits = hits_beyond(hits_of(match, state.last, self.num_ranks), num_computed)
         exact = exact_end(match.spans, state.space, request.all_token_ids)
         if state.job is not None:
             # Planned again, because cache blocks ran short or after a preemption. Keep the plan: the tokens
@@ -444,12 +442,12 @@ class SchedulerSide:
             return plan_again(state.job.plan, hits, state.computed_instead)
         self._lookups.check_store(state.space, TokenIds.of(request.prompt_token_ids[:1]))
         is_trial = self._timing.trial_is_due()
-        asked = self._plan_request(request, num_computed, hits)
+        asked = self._asked(state, num_computed, hits)
         asked = dataclasses.replace(
             asked,
             options=state.params.options,
             exact_end=exact,
-            chunks=chunks_of(match, request.num_tokens),
+            chunks=chunks_of(match, state.last + 1),
             is_trial=is_trial,
         )
         plan = state.planner.plan(asked)
@@ -458,15 +456,15 @@ class SchedulerSide:
         state.computed_instead = frozenset(hit.start for hit in hits) - {hit.start for hit in plan.hits}
         return plan
 
-    def _plan_request(self, request: Request, num_computed: int, hits: tuple[ChunkHit, ...]) -> PlanRequest:
+    def _asked(self, state: RequestState, num_computed: int, hits: tuple[ChunkHit, ...]) -> PlanRequest:
         return PlanRequest(
-            num_tokens=request.num_tokens,
+            num_tokens=state.last + 1,
             num_computed=num_computed,
             hits=hits,
             engine=self.engine,
             measured=self._timing.measured,
             ahead_s=self._timing.ahead_s,
-            is_alone=self._timing.is_alone(request.request_id),
+            is_alone=self._timing.is_alone(state.request.request_id),
         )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
@@ -564,6 +562,8 @@ class SchedulerSide:
         self.parking.settle(state.request.request_id)
         self._saves.leave(state.request.request_id)
         state.accounting = state.complete(accounting)
+        if accounting.outcome is Outcome.BLENDED:
+            state.report_answer()
         if state.params.op.prefills_chunk:
             # The save pass leaves the exact prefill of its tokens in the cache.
             hashing.unfork(state.request, state.ordinary_hasher)

@@ -132,11 +132,6 @@ vllm.v1.metrics.prometheus: get_prometheus_registry
 LOCAL_HOOKS = _read_hooks("starting an engine", "vllm: LLM")
 """Names that `engine.local` needs in addition."""
 
-FORCING_HOOKS = _read_hooks(
-    "forcing answers", "vllm.v1.sample.logits_processor: AdapterLogitsProcessor RequestLogitsProcessor"
-)
-"""Names that `engine.forcing` needs, which calibration loads."""
-
 _ARGUMENTS = "chat_template, chat_template_content_format, tool_parser, enable_auto_tools, reasoning_parser"
 _DETAILS = "request_logger, enable_prompt_tokens_details, online_renderer"
 _OPENAI = "vllm.entrypoints.openai"
@@ -173,7 +168,7 @@ vllm.v1.engine.exceptions: EngineDeadError
 )
 """Names that `engine.openai` needs in addition to `ENGINE_HOOKS`."""
 
-ALL_HOOKS = (*HOOKS, *ENGINE_HOOKS, *LOCAL_HOOKS, *FORCING_HOOKS, *OPENAI_HOOKS)
+ALL_HOOKS = (*HOOKS, *ENGINE_HOOKS, *LOCAL_HOOKS, *OPENAI_HOOKS)
 
 
 def find_missing_hooks(hooks: Sequence[Hook] = HOOKS) -> list[Hook]:

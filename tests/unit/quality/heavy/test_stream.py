@@ -238,14 +238,6 @@ def test_with_more_answers_waiting_one_configuration_is_tried() -> None:
     assert life.twins.trials == [SAFEST]
 
 
-def test_every_twin_has_kv_of_its_own() -> None:
-    life = Life()
-    life.serve(DECLINED)
-    life.run()
-    tags = {prompt.params.trial.tag for _, prompt in life.twins.calls[1:]}  # type: ignore[union-attr]
-    assert len(tags) == len(LADDER)
-
-
 def test_a_prompt_that_no_blend_takes_is_no_pair() -> None:
     life = Life()
     life.twins.is_blended = False
