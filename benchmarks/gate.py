@@ -3,9 +3,9 @@
 Sections `replay` and `tenants` draw streams from recorded outcomes (`support/outcomes.py`), so the truth
 about each configuration is known; `drift` simulates damage on them; `lines` counts the code. `live` serves a
 model and measures how long a client waits for its first blend, with chunks put before; `delay`, how much
-longer requests wait while the engine learns.
+longer requests wait while the engine learns; `calibrate`, how long `kintsugi calibrate` takes for a file.
 
-    python benchmarks/gate.py [--quick] [--save] [--only replay,tenants,drift,lines,live,delay]
+    python benchmarks/gate.py [--quick] [--save] [--only replay,tenants,drift,lines,live,delay,calibrate]
         [--model smollm2-135m] [--tokens 1200]
 
 Nothing was tuned on the recorded prompts. The limits are those of `balanced`.
@@ -247,6 +247,7 @@ SECTIONS = {
     "lines": measure_lines,
     "live": lambda setup: gate_live.measure(setup.live),
     "delay": lambda setup: gate_live.measure_delay(setup.live),
+    "calibrate": lambda setup: gate_live.measure_calibration(setup.live),
 }
 
 

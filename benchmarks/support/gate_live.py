@@ -6,13 +6,19 @@ its own passages; for the bundled model, questions of the testbed.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +29,7 @@ from benchmarks.support.figures import Figure
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.outcomes import musique_questions
 from benchmarks.support.servers import Server, serve
+from kintsugi.cli.exits import ExitCode
 from kintsugi.gateway.fronts.service_routes import SERVICE_PATH
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.quality.metrics import percentile
@@ -53,6 +60,12 @@ CHEAP = 0.25
 TOO_MUCH = "too much to pass"
 """Text in the progress if the next configuration does not pass."""
 ANSWER_TOKENS = 32
+COMMAND = "from kintsugi.cli.console_script import main; main()"
+QUESTIONS, QUESTIONS_QUICK = 400, 48
+"""Questions of the file for `kintsugi calibrate`."""
+CALIBRATE_MINUTES_MAX = 10.0
+CALIBRATE_REST_MINUTES = 2.5
+"""Longest time that the start of an engine and the last batch take beyond the limit of the command."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +81,30 @@ class LiveSetup:
     """vLLM's `dtype`; the service chooses where none is given."""
 
     @property
+    def path(self) -> str:
+        """The model, as the service and the CLI take it."""
+        return str(bundled_checkpoint()) if self.model == "bundled" else self.model
+
+    @property
     def named(self) -> str:
         return f"{self.model} ({self.dtype})" if self.dtype else self.model
 
 
-def _questions(setup: LiveSetup) -> list[Question]:
+def _questions(setup: LiveSetup, count: int | None = None) -> list[Question]:
+    """Return the questions of a client, or ``count`` of them."""
     if setup.model == "bundled":
-        each = PROMPTS_MAX // len(testbed.TASKS) + 1
+        each = (count or PROMPTS_MAX) // len(testbed.TASKS) + 1
         return testbed.questions(testbed.TASKS, TESTBED_FROM, each)
     passages = min(PASSAGES_MAX, max(4, setup.tokens // 200))
     chars = round(setup.tokens / passages * CHARS_PER_TOKEN)
-    count = min(PROMPTS_MAX, math.ceil(60 * setup.minutes / (PAUSE_S + SERVE_S)))
+    count = count or min(PROMPTS_MAX, math.ceil(60 * setup.minutes / (PAUSE_S + SERVE_S)))
     return musique_questions("own", count, 0, passages, chars)
 
 
 def _specification(setup: LiveSetup, quality: str) -> dict[str, Any]:
-    path = str(bundled_checkpoint()) if setup.model == "bundled" else setup.model
     ports = {"http_port": 0, "grpc_port": 0}
     engines = {"quality": quality, "vllm": {"dtype": setup.dtype} if setup.dtype else {}}
-    return {"model": {"path": path}, "engines": engines, "gateway": ports}
+    return {"model": {"path": setup.path}, "engines": engines, "gateway": ports}
 
 
 @contextmanager
@@ -171,6 +189,46 @@ def measure_delay(setup: LiveSetup) -> list[Figure]:
         ),
         Figure.at_most("extra_memory_while_learning_mib", growth, 200, "MiB", "of the whole service"),
     ]
+
+
+def measure_calibration(setup: LiveSetup) -> list[Figure]:
+    """How long `kintsugi calibrate` takes for a file of questions, from its start to its end, and whether it
+    decides anything. Its time limit leaves room for the start of the engine and the last batch."""
+    if not _has_prompts(setup):
+        return []
+    limit = max(0.5, CALIBRATE_MINUTES_MAX - CALIBRATE_REST_MINUTES)
+    questions = _questions(setup, QUESTIONS_QUICK if setup.minutes < CALIBRATE_MINUTES_MAX else QUESTIONS)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "questions.jsonl"
+        file.write_text(
+            "".join(f"{json.dumps({'chunks': q.chunks, 'question': q.tail})}\n" for q in questions)
+        )
+        began_s = time.monotonic()
+        finished = subprocess.run(
+            [
+                *(sys.executable, "-c", COMMAND, "calibrate", setup.path),
+                *("--questions", str(file), "--out", str(Path(folder) / "report.json")),
+                *("--minutes", f"{limit:g}", "--json"),
+                *(("--engine", json.dumps({"dtype": setup.dtype})) if setup.dtype else ()),
+            ],
+            env={**os.environ, **THREADS},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        minutes = (time.monotonic() - began_s) / 60
+    if finished.returncode not in (ExitCode.OK, ExitCode.NOT_BLENDABLE):
+        raise RuntimeError(f"kintsugi calibrate ended with {finished.returncode}: {finished.stdout[-500:]}")
+    cells = json.loads(finished.stdout)["cells"]
+    is_decided = any(cell["passed"] or cell["is_over"] for cell in cells)
+    told = "; ".join(
+        f"{cell['prompts']}: {', '.join(cell['passed']) or 'nothing'} passed, of "
+        + ", ".join(f"{row['configuration']} {row['pairs']} pairs" for row in cell["configurations"])
+        for cell in cells
+    )
+    name = f"{setup.named}, {len(questions)} questions of about {setup.tokens} tokens"
+    holds = is_decided and minutes <= CALIBRATE_MINUTES_MAX
+    bar = f"≤ {CALIBRATE_MINUTES_MAX:g}, decided"
+    return [Figure("calibrate_minutes", minutes, "min", bar, holds, f"{name}; {told or 'nothing'}")]
 
 
 def _engines(server: Server) -> dict[str, Any]:
