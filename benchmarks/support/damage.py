@@ -130,18 +130,12 @@ class LocalTwins:
         self.served: Generation | None = None
         """The blend that is measured."""
 
-    async def answer_in_full(self, prompt: Prompt) -> Generation:
-        if self._audits:
+    async def run(self, prompt: Prompt) -> Generation:
+        if self._audits and prompt.params is None:
             assert self.served is not None
             return self.served
-        return await self.blend(prompt)
-
-    async def blend(self, prompt: Prompt) -> Generation:
         (answer,) = self._running.generate([prompt])
         return answer
-
-    async def audit(self, prompt: Prompt) -> Generation:
-        return await self.blend(prompt)
 
     async def save_missing(self, prompt: Prompt) -> None:
         raise AssertionError("only blends are measured")

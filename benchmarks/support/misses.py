@@ -134,7 +134,7 @@ def _ratios(name: str, ours: list[float], plain: list[float], bar: float | None)
     """With a 95 % interval from resampled pairs."""
     figures = []
     for percentile in (50, 95):
-        ratio = metrics.resample(list(zip(ours, plain, strict=True)), partial(_ratio, percentile))
+        ratio = metrics.bootstrap(list(zip(ours, plain, strict=True)), partial(_ratio, percentile))
         detail = (
             f"{_percentile(ours, percentile) * 1e3:.1f} ÷ {_percentile(plain, percentile) * 1e3:.1f} ms, "
             f"{len(ours)} requests each; resampled {ratio.low:.3f} to {ratio.high:.3f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kintsugi.quality.measure import Scores
-from kintsugi.quality.metrics import Interval, resample
+from kintsugi.quality.metrics import Interval, bootstrap
 
 
 def join_scores(one: Scores, other: Scores) -> Scores:
@@ -26,4 +26,4 @@ def ratio_bootstrap(tops: Sequence[float], bottoms: Sequence[float]) -> Interval
         below = sum(bottom for _, bottom in sample)
         return sum(top for top, _ in sample) / below if below else float("nan")
 
-    return resample(list(zip(tops, bottoms, strict=True)), share)
+    return bootstrap(list(zip(tops, bottoms, strict=True)), share)

@@ -21,6 +21,8 @@ from kintsugi.core.report import (
     source_of,
 )
 from kintsugi.core.spaces import ModelFingerprint
+from kintsugi.quality.reports import parse_stored
+from kintsugi.store.protocol.interface import ChunkStore
 
 FINGERPRINT = ModelFingerprint.of({"weights": "report"})
 BINDING = Binding.of(FINGERPRINT, (0,), "raw")
@@ -87,6 +89,11 @@ def open_report(namespace: str = "tenant", rungs: int = 1, binding: Binding = BI
     """A report in which the first configurations of the ladder passed for a namespace, in `CELL`."""
     entries = [entry_of(source_of(namespace), selection=selection) for selection in LADDER[:rungs]]
     return report_of(part_of(*entries), binding=binding)
+
+
+def fetch_report(store: ChunkStore, binding: Binding) -> Report | None:
+    """The report that a store keeps."""
+    return parse_stored(store.get_report(binding.model, binding.report_name), binding)
 
 
 def measured_state(tally: Tally, *cells: Cell, selection: Selection = HKVD) -> GateState:

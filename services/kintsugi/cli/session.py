@@ -16,8 +16,7 @@ from kintsugi.core.plan import FormName, PromptChunk, RagPrompt, end_line
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.models.prompt_form import PromptForm, load_form
-from kintsugi.models.reference import display_name
-from kintsugi.quality.session import read_context_length
+from kintsugi.models.reference import display_name, read_context_length
 
 CHUNK_BYTES_MAX = 4 << 20
 CHUNKS_MAX = 256

@@ -142,7 +142,8 @@ class EngineExpert(Settings):
     ratio: float | None = setting(None, minimum=0, maximum=1)
     """Share of a prompt's chunk tokens that a blend recomputes, if `quality` is `off`."""
     selector: str | None = None
-    """Selector of the recomputed tokens, if `quality` is `off`."""
+    """Selector of the recomputed tokens, if `quality` is `off`. The gate tests one of another distribution in
+    place of `query`."""
     check_layer: int | None = setting(None, minimum=1)
     """Layer whose KV deviation selects tokens, if `quality` is `off`."""
     portable: bool = True

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT
@@ -99,20 +101,17 @@ class Deviation:
     """Mean KL divergence over the positions, full prefill's distribution against the blend's, in nats."""
     changed: float
     """Share of positions whose most likely token differs by more than a near tie."""
-    positions: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.kl) and self.kl >= 0 and 0 <= self.changed <= 1):
             raise InvalidField("deviation", f"{self.kl} nats and {self.changed} are not a KL and a share")
-        if self.positions < 1:
-            raise InvalidField("deviation.positions", f"{self.positions} must be at least 1")
 
     @staticmethod
     def of(kl: Sequence[float], differs: Sequence[bool]) -> Deviation:
         """Return the deviation over all these positions. Raises `InvalidField` if there are none."""
         if not kl or len(kl) != len(differs):
             raise InvalidField("deviation", f"{len(kl)} divergences and {len(differs)} comparisons")
-        return Deviation(sum(kl) / len(kl), sum(differs) / len(differs), len(kl))
+        return Deviation(sum(kl) / len(kl), sum(differs) / len(differs))
 
 
 def loss_of(deviation: Deviation) -> float:
@@ -121,43 +120,34 @@ def loss_of(deviation: Deviation) -> float:
     return 1.0 if deviation.changed > CHANGED_MAX else min(1.0, deviation.kl / KL_CAP)
 
 
+_Pairs = Annotated[int, Field(ge=1)]
+_Steps = tuple[tuple[Annotated[int, Field(ge=0, le=STEPS)], _Pairs], ...]
+_Octaves = tuple[tuple[Annotated[int, Field(ge=0, le=32)], _Pairs], ...]
+_Sum = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class Tally:
     """Losses of one configuration over many pairs, as sums that can be added."""
 
     __pydantic_config__ = STRICT
 
-    losses: tuple[tuple[int, int], ...] = ()
+    losses: _Steps = ()
     """Number of pairs by loss: rows of (loss * `STEPS`, rounded up; pairs), ascending."""
-    answers: tuple[tuple[int, int], ...] = ()
+    answers: tuple[tuple[Annotated[int, Field(ge=-1, le=1)], _Pairs], ...] = ()
     """Pairs with a known answer, as rows of (full prefill's exact match minus the blend's; pairs)."""
-    cost: float = 0.0
+    cost: _Sum = 0.0
     """Sum of the blends' shares of a full prefill's work."""
-    kl: float = 0.0
+    kl: _Sum = 0.0
     """Sum of the mean KL of each pair, in nats."""
-    changes: tuple[tuple[int, int], ...] = ()
+    changes: _Steps = ()
     """Number of pairs by share of changed tokens: rows of (share * `STEPS`, rounded up; pairs)."""
-    severities: tuple[tuple[int, int], ...] = ()
+    severities: _Steps = ()
     """Number of pairs by `Levels.severity`: rows of (severity * `STEPS`, rounded up; pairs)."""
-    sizes: tuple[tuple[int, int], ...] = ()
+    sizes: _Octaves = ()
     """Number of pairs by size of their chunks: rows of (`size_of`, pairs)."""
-    chunks: tuple[tuple[int, int], ...] = ()
+    chunks: _Octaves = ()
     """Number of pairs by number of chunks: rows of (`size_of`, pairs)."""
-
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("losses", 0, STEPS),
-            ("changes", 0, STEPS),
-            ("severities", 0, STEPS),
-            ("answers", -1, 1),
-            ("sizes", 0, 32),
-            ("chunks", 0, 32),
-        ):
-            for value, pairs in getattr(self, name):
-                if not low <= value <= high or pairs < 1:
-                    raise InvalidField(f"tally.{name}", f"has {pairs} pairs at {value}")
-        if not all(math.isfinite(one) and one >= 0 for one in (self.cost, self.kl)):
-            raise InvalidField("tally", "has a sum that is not a finite number of at least 0")
 
     @staticmethod
     def of(deviation: Deviation, cost: float, chunk_tokens: Sequence[int], wrong: int | None = None) -> Tally:
@@ -202,22 +192,18 @@ class Tally:
         return dict(self.losses).get(STEPS, 0)
 
     def log_wealth(self, quality: Quality) -> float:
-        """Return the natural logarithm of the lower of two wealths. One bets that the mean loss is below its
-        limit, the other that the share of lost answers is below its own; ``quality`` sets both limits. Both
-        must win, so each may err with the whole probability."""
+        """Return the natural logarithm of the lowest wealth. One bets that the mean loss is below its limit,
+        one that the share of lost answers is below its own, and one, if answers are known, that the share of
+        those that become wrong is below its own; ``quality`` sets the limits. All must win, so each may err
+        with the whole probability."""
         return min(_log_wealth(rows, limit) for rows, limit in self._tested(quality))
 
-    def _tested(self, quality: Quality) -> list[tuple[list[tuple[float, int]], float]]:
-        """Return two tests, of the losses and of whether answers are lost (1 or 0): rows of (value, pairs)
-        and the limit of their mean."""
+    def _tested(self, quality: Quality) -> list[tuple[Sequence[tuple[float, int]], float]]:
+        """Return for each test rows of (value, pairs) and the limit of their mean."""
         counts = (1.0, self.lost), (0.0, self.pairs - self.lost)
         lost = [row for row in counts if row[1]]
-        return [(_scaled(self.losses), quality.loss_max), (lost, quality.lost_max)]
-
-    def log_wealth_of_answers(self, limit: float) -> float:
-        """Return the logarithm of the wealth that bets that the share of answers that become wrong is below
-        ``limit``. Only pairs with known answers count."""
-        return _log_wealth(self.answers, limit)
+        answers = [(self.answers, quality.wrong_max)] if self.answers else []
+        return [(_scaled(self.losses), quality.loss_max), (lost, quality.lost_max), *answers]
 
     def loss_upper(self, error: float) -> float:
         """Return the highest mean loss that the pairs do not rule out: the mean is below it, except with
@@ -227,14 +213,14 @@ class Tally:
     def pairs_missing(self, quality: Quality, enough: float) -> int | None:
         """Estimate how many more pairs, similar to these, bring the logarithm of the wealth to ``enough``;
         None if more pairs do not help. Without pairs: as if nothing was lost."""
-        found = [_pairs_missing(rows, limit, enough) for rows, limit in self._tested(quality)]
-        return None if None in found else max(one for one in found if one is not None)
-
-    def pairs_missing_for_answers(self, limit: float, enough: float) -> int | None:
-        """As `pairs_missing`, for the share of answers that become wrong. 0 if no answers are known."""
-        known = sum(pairs for _, pairs in self.answers)
-        missing = _pairs_missing(self.answers, limit, enough) if known else 0
-        return missing and math.ceil(missing * self.pairs / known)
+        most = 0
+        for rows, limit in self._tested(quality):
+            missing = _pairs_missing(rows, limit, enough)
+            if missing is None:
+                return None
+            known = sum(pairs for _, pairs in rows) or 1
+            most = max(most, math.ceil(missing * max(1, self.pairs) / known))
+        return most
 
 
 EMPTY = Tally()
@@ -273,17 +259,16 @@ def _add_rows(
     return tuple(sorted(total.items()))
 
 
-def _log_wealths(losses: Iterable[tuple[float, int]], limit: float) -> list[float]:
+def _log_wealths(losses: Sequence[tuple[float, int]], limit: float) -> list[float]:
     """Return the logarithm of the wealth of each bet. Bets are shares of the largest that keeps the wealth
     positive at a loss of 1."""
-    some = list(losses)
     return [
-        sum(pairs * math.log1p(share / (1 - limit) * (limit - loss)) for loss, pairs in some)
+        sum(pairs * math.log1p(share / (1 - limit) * (limit - loss)) for loss, pairs in losses)
         for share in BETS
     ]
 
 
-def _log_wealth(losses: Iterable[tuple[float, int]], limit: float) -> float:
+def _log_wealth(losses: Sequence[tuple[float, int]], limit: float) -> float:
     wealths = _log_wealths(losses, min(limit, 1 - 1e-9))
     highest = max(wealths)
     parts = zip(BETS.values(), wealths, strict=True)

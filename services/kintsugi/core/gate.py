@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 
 from kintsugi.core.errors import BelowMinimum, Corrupted, NotBlendable, VersionMismatch
 from kintsugi.core.evidence import Quality
@@ -60,21 +60,11 @@ class GateState:
     """Versions of this engine, as in `ReportPart.versions`."""
 
     @cached_property
-    def _allowances(self) -> dict[tuple[Cell, str], tuple[Allowance | None]]:
-        return {}
-
-    def allowance(self, cell: Cell, source: str) -> Allowance | None:
-        """Return what a source's requests may use in a cell; None: nothing yet."""
+    def allowance(self) -> Callable[[Cell, str], Allowance | None]:
+        """Returns what a source's requests may use in a cell; None: nothing yet. Cached for each request."""
         assert self.report is not None
-        key = cell, source
-        known = self._allowances.get(key)
-        if known is None:
-            if len(self._allowances) >= SOURCES_KEPT_MAX:
-                self._allowances.clear()
-            known = self._allowances[key] = (
-                self.report.allowance(cell, source, self.quality, self.versions),
-            )
-        return known[0]
+        found = partial(self.report.allowance, quality=self.quality, versions=self.versions)
+        return lru_cache(SOURCES_KEPT_MAX)(found)
 
     def permit(
         self, namespace: str, is_discovered: bool, num_tokens: int, fallback: Selection, options: BlendOptions
@@ -140,7 +130,7 @@ def decide(document: bytes | None, binding: Binding, quality: Quality, versions:
 
     A report that cannot be read counts as none, so evidence is collected anew.
     """
-    empty = Report(binding, created="")
+    empty = Report(binding, created="", ladder=binding.ladder)
     try:
         report = empty if document is None else Report.from_bytes(document)
     except (VersionMismatch, Corrupted) as error:

@@ -21,12 +21,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Annotated, Any, Literal
 
 import blake3
+from pydantic import Field
 
 from kintsugi.core.documents import open_document, seal_document
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
@@ -47,8 +48,8 @@ FIRST_SLOT = 0.85
 FIRST_EPOCH = 0.9
 """Share of a slot's error probability that is used before its first closing."""
 SOURCES_KEPT_MAX = 1024
-"""Maximum number of results, by cell and source, that a report and a gate's state cache: half a megabyte.
-Beyond it, all are dropped, because a caller may make up any number of namespaces."""
+"""Maximum number of results, by cell and source, that a report and a gate's state cache: half a megabyte. A
+caller may make up any number of namespaces."""
 COMMON_SHARE = 0.08
 """Share of the error probability for passing in a cell on the evidence of several namespaces together."""
 NAMESPACES_MIN = 4
@@ -78,7 +79,8 @@ PROBATION_PAIRS = 32
 """Pairs that an engine with other versions measures before it trusts the evidence of earlier ones."""
 LADDER = tuple(Selection(ratio, SelectorName.QUERY) for ratio in (0.75, 0.4, 0.2, 0.1))
 """The configurations to try, from the safest to the cheapest. On the models that were measured, no other
-selector loses less at the same cost. This only sets the order of the tests; evidence decides what passes."""
+selector loses less at the same cost; a service may configure one of another distribution in its place. This
+only sets the order of the tests; evidence decides what passes."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Binding:
     context: str = ""
     """Digest of the context between the prefix and each chunk; empty: none."""
     algorithm: int = ALGORITHM
+    selector: str = SelectorName.QUERY
+    """Selector of the configurations that are tested."""
 
     @staticmethod
     def of(
@@ -103,11 +107,13 @@ class Binding:
         prefix_token_ids: Sequence[int],
         codec: str,
         context_token_ids: Sequence[int] = (),
+        selector: str = SelectorName.QUERY,
     ) -> Binding:
         """Make a binding from token ids instead of their digests."""
         prefix = blake3.blake3(b"kintsugi-prefix\0" + token_bytes(prefix_token_ids)).hexdigest()[:32]
         context = blake3.blake3(b"kintsugi-context\0" + token_bytes(context_token_ids)).hexdigest()[:32]
-        return Binding(fingerprint.hex, prefix, codec, context if len(context_token_ids) else "")
+        context = context if len(context_token_ids) else ""
+        return Binding(fingerprint.hex, prefix, codec, context, selector=str(selector))
 
     @property
     def model(self) -> ModelFingerprint:
@@ -118,7 +124,14 @@ class Binding:
     def report_name(self) -> str:
         """The name under which a store keeps the report."""
         context = f"/{self.context}" if self.context else ""
-        return f"quality/{self.codec}/{self.prefix}{context}/{self.algorithm}"
+        other = blake3.blake3(self.selector.encode()).hexdigest()[:16]
+        selector = "" if self.selector == SelectorName.QUERY else f"/{other}"
+        return f"quality/{self.codec}/{self.prefix}{context}/{self.algorithm}{selector}"
+
+    @property
+    def ladder(self) -> tuple[Selection, ...]:
+        """`Report.ladder` of a new report."""
+        return tuple(dataclasses.replace(one, selector=self.selector) for one in LADDER)
 
     def difference(self, other: Binding) -> str | None:
         """Describe the first field that differs; None if none does."""
@@ -148,14 +161,10 @@ class Cell:
 
     __pydantic_config__ = STRICT
 
-    kind: str
+    kind: Literal["declared", "discovered"]
     """`declared`: a client named the chunks; `discovered`: they were found in the prompt."""
-    band: int
+    band: Annotated[int, Field(ge=0, le=len(BANDS))]
     """Index of the prompt's length in `BANDS`."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("declared", "discovered") or not 0 <= self.band <= len(BANDS):
-            raise InvalidField("cell", f"{self.kind!r} {self.band} is not a kind of prompts")
 
     @staticmethod
     def of(is_discovered: bool, num_tokens: int) -> Cell:
@@ -176,18 +185,14 @@ class ReportEntry:
     __pydantic_config__ = STRICT
 
     cell: Cell
-    source: str
+    source: Annotated[str, Field(min_length=1, max_length=32)]
     """`source_of` a namespace, or `FILE`."""
-    slot: int
+    slot: Annotated[int, Field(ge=1)]
     """Position of cell and source among all that were measured, from 1."""
-    epoch: int
+    epoch: Annotated[int, Field(ge=0)]
     """Number of closings before these pairs."""
     selection: Selection
     tally: Tally
-
-    def __post_init__(self) -> None:
-        if not 0 < len(self.source) <= 32 or self.slot < 1 or self.epoch < 0:
-            raise InvalidField("entry", f"{self.source!r}, slot {self.slot}, epoch {self.epoch}")
 
 
 @dataclass(frozen=True)
@@ -201,9 +206,6 @@ class Closing:
     """ISO 8601, UTC."""
     source: str = ""
     """Empty: all sources."""
-
-    def covers(self, source: str) -> bool:
-        return self.source in ("", source)
 
 
 @dataclass(frozen=True)
@@ -244,32 +246,21 @@ class ReportPart:
 
     __pydantic_config__ = STRICT
 
-    writer: str
+    writer: Annotated[str, Field(min_length=1, max_length=64)]
     """An id that differs between engines and between starts."""
     versions: str
     """Versions of Kintsugi and vLLM, and the device."""
     at: str
     """When it was last changed: ISO 8601, UTC."""
-    entries: tuple[ReportEntry, ...] = ()
-    closings: tuple[Closing, ...] = ()
-    openings: tuple[Opening, ...] = ()
-    latest: tuple[ServedBlend, ...] = ()
+    entries: Annotated[tuple[ReportEntry, ...], Field(max_length=ENTRIES_MAX)] = ()
+    closings: Annotated[tuple[Closing, ...], Field(max_length=CLOSINGS_MAX)] = ()
+    openings: Annotated[tuple[Opening, ...], Field(max_length=ENTRIES_MAX)] = ()
+    latest: Annotated[tuple[ServedBlend, ...], Field(max_length=LATEST_MAX)] = ()
     """The latest pairs whose blends were served."""
     served: int = 0
     """Number of such pairs so far."""
-    folded: tuple[str, ...] = ()
+    folded: Annotated[tuple[str, ...], Field(max_length=FOLDED_MAX)] = ()
     """Writers whose parts were added to this one."""
-
-    def __post_init__(self) -> None:
-        bounds = (
-            (self.entries, ENTRIES_MAX),
-            (self.closings, CLOSINGS_MAX),
-            (self.openings, ENTRIES_MAX),
-            (self.latest, LATEST_MAX),
-            (self.folded, FOLDED_MAX),
-        )
-        if not 0 < len(self.writer) <= 64 or any(len(some) > most for some, most in bounds):
-            raise InvalidField("part", f"{self.writer[:64]!r} is larger than a part may be")
 
 
 @dataclass(frozen=True)
@@ -321,13 +312,9 @@ class Report:
     binding: Binding
     created: str
     """When it was last written: ISO 8601, UTC. It orders the copies on different shards."""
-    parts: tuple[ReportPart, ...] = ()
-    ladder: tuple[Selection, ...] = LADDER
+    parts: Annotated[tuple[ReportPart, ...], Field(max_length=PARTS_MAX)] = ()
+    ladder: Annotated[tuple[Selection, ...], Field(min_length=1, max_length=16)] = LADDER
     version: int = REPORT_VERSION
-
-    def __post_init__(self) -> None:
-        if len(self.parts) > PARTS_MAX or not 0 < len(self.ladder) <= 16:
-            raise InvalidField("report", f"{len(self.parts)} parts and {len(self.ladder)} configurations")
 
     def to_bytes(self) -> bytes:
         return seal_document(dataclasses.asdict(self))
@@ -366,7 +353,7 @@ class Report:
         """Return the last closing that counts for a source; None if blending was never closed for it."""
         if not self.epoch(source):
             return None
-        covering = [one for one in self.closings if one.covers(source)]
+        covering = [one for one in self.closings if one.source in ("", source)]
         return (covering or self.closings)[-1]
 
     @cached_property
@@ -411,19 +398,10 @@ class Report:
         return sorted(source for one, source in self._slots if one == cell)
 
     @cached_property
-    def _standings(self) -> dict[tuple[Cell, str, Quality], Standing]:
-        return {}
-
-    def standing(self, cell: Cell, source: str, quality: Quality) -> Standing:
-        """Return the progress of a source's own evidence in a cell. Cached, because every request needs it
+    def standing(self) -> Callable[[Cell, str, Quality], Standing]:
+        """Returns the progress of a source's own evidence in a cell. Cached, because every request needs it
         while nothing is open."""
-        key = cell, source, quality
-        standing = self._standings.get(key)
-        if standing is None:
-            if len(self._standings) >= SOURCES_KEPT_MAX:
-                self._standings.clear()
-            standing = self._standings[key] = self._compute_standing(cell, source, quality)
-        return standing
+        return lru_cache(SOURCES_KEPT_MAX)(self._compute_standing)
 
     def _compute_standing(self, cell: Cell, source: str, quality: Quality) -> Standing:
         epoch, slot = self.epoch(source), self.slot(cell, source)
@@ -432,8 +410,8 @@ class Report:
         tally = EMPTY
         for selection in self.ladder:
             tally = self.tally(cell, source, selection)
-            if not _passes(tally, quality, enough):
-                return Standing(tuple(passed), selection, tally, _pairs_missing(tally, quality, enough))
+            if tally.log_wealth(quality) < enough:
+                return Standing(tuple(passed), selection, tally, tally.pairs_missing(quality, enough))
             passed.append(selection)
         return Standing(tuple(passed), None, tally, 0)
 
@@ -463,18 +441,16 @@ class Report:
         """
         if self.epoch(source) >= CLOSINGS_EACH:
             return None
-        own = self.standing(cell, source, quality)
-        found = [(own.passed, self._tally_of_last(cell, source, own.passed))]
+        found: list[tuple[tuple[Selection, ...], Tally]] = []
+        for one in (source,) if self.epoch(source) else (source, FILE):
+            passed = self.standing(cell, one, quality).passed
+            found.append((passed, self.tally(cell, one, passed[-1]) if passed else EMPTY))
         if not self.epoch(source):
-            passed = self.standing(cell, FILE, quality).passed
-            found += [(passed, self._tally_of_last(cell, FILE, passed)), self.common(cell, quality)]
+            found.append(self.common(cell, quality))
         selections, tally = max(found, key=lambda one: len(one[0]))
         if not selections:
             return None
         return Allowance(selections, tally, self.on_probation(versions))
-
-    def _tally_of_last(self, cell: Cell, source: str, passed: Sequence[Selection]) -> Tally:
-        return self.tally(cell, source, passed[-1]) if passed else EMPTY
 
     def on_probation(self, versions: str) -> bool:
         """Whether engines with these versions measured too few pairs to confirm what others measured."""
@@ -535,17 +511,3 @@ def share_of_slot(slot: int) -> float:
 def _share_of_epoch(epoch: int) -> float:
     """Return the share of a slot's error probability after this many closings. All shares sum to 1."""
     return FIRST_EPOCH if epoch == 0 else (1 - FIRST_EPOCH) / 2**epoch
-
-
-def _passes(tally: Tally, quality: Quality, enough: float) -> bool:
-    if tally.log_wealth(quality) < enough:
-        return False
-    return not tally.answers or tally.log_wealth_of_answers(quality.wrong_max) >= enough
-
-
-def _pairs_missing(tally: Tally, quality: Quality, enough: float) -> int | None:
-    """Estimate how many more pairs a configuration needs to pass, by losses and by known answers; None if
-    more pairs do not help."""
-    losses = tally.pairs_missing(quality, enough)
-    answers = tally.pairs_missing_for_answers(quality.wrong_max, enough)
-    return None if losses is None or answers is None else max(losses, answers)

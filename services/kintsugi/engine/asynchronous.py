@@ -57,9 +57,7 @@ from kintsugi.engine.watching import (
     LoadStats,
     WatchedClient,
     Watcher,
-    audit_chunk,
-    blend_trial,
-    prefill_in_full,
+    measure,
 )
 from kintsugi.engine.worker.hooks import ENGINE_HOOKS, HOOKS, OPENAI_HOOKS, check_vllm
 from kintsugi.models.checkpoint import digest_weights
@@ -325,28 +323,12 @@ class AsyncEngine(EngineBackend):
         """Pass sampled answers to ``watcher`` from now on; None: stop sampling."""
         self.watched.watcher = watcher
 
-    async def answer_in_full(self, prompt: Prompt, priority: int) -> Generation:
-        """Compute a full prefill for comparison, along `prompt.forced` if it is set. Not counted as load.
-        Raises `Unavailable`."""
+    async def measure(self, prompt: Prompt, priority: int) -> Generation:
+        """Compute for comparison (`watching.measure`). Not counted as load. Raises `Unavailable`."""
         self.check_health()
         self._submitted += 1
         with _errors_as_ours():
-            return await prefill_in_full(self.client, prompt, f"full-{self._submitted}", priority)
-
-    async def blend(self, prompt: Prompt, priority: int) -> Generation:
-        """Run the prompt's trial, along `prompt.forced` if it is set. Not counted as load. Raises
-        `Unavailable`."""
-        self.check_health()
-        self._submitted += 1
-        with _errors_as_ours():
-            return await blend_trial(self.client, prompt, f"trial-{self._submitted}", priority)
-
-    async def audit(self, prompt: Prompt, priority: int) -> Generation:
-        """Run the audit of a stored chunk (`engine.auditing`). Not counted as load. Raises `Unavailable`."""
-        self.check_health()
-        self._submitted += 1
-        with _errors_as_ours():
-            return await audit_chunk(self.client, prompt, f"audit-{self._submitted}", priority)
+            return await measure(self.client, prompt, f"measured-{self._submitted}", priority)
 
     def space(self, namespace: str) -> ChunkSpace:
         """Return the chunk space of a namespace's requests."""

@@ -12,6 +12,7 @@ from kintsugi.core.evidence import Quality
 from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces import SALT, narrow
 from kintsugi.core.plan import Selection
+from kintsugi.core.plugins import SELECTORS, plugin_names
 from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import OFF_IN_YAML, STRICT
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
@@ -76,7 +77,8 @@ class EngineConfig:
     applies. A service's shards use this ratio to choose tiers."""
 
     selector: str = SelectorName.HKVD
-    """Selector of requests without one, while `quality` is off."""
+    """Selector of requests without one, while `quality` is off. The gate tests one of another distribution in
+    place of `query`."""
 
     check_layer: int = 1
     """Layer whose KV deviation is measured, for selectors that use it. The best layer depends on the
@@ -142,6 +144,11 @@ class EngineConfig:
     def selection(self) -> Selection:
         """The selection of requests without one. Raises `InvalidField`."""
         return Selection(self.ratio, self.selector, self.check_layer)
+
+    @property
+    def tested_selector(self) -> str:
+        """Selector of the configurations that the gate tests."""
+        return self.selector if self.selector in plugin_names(SELECTORS) else SelectorName.QUERY
 
 
 @dataclass(frozen=True)

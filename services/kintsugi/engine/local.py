@@ -75,7 +75,7 @@ class Prompt:
     ignore_eos: bool = False
     """Continue after the token that ends a text."""
     forced: Sequence[int] | None = None
-    """Return the distributions along these tokens instead of an answer. The prompt must be a trial."""
+    """Return the distributions along these tokens instead of an answer. Several need a trial."""
     priority: int = 0
     """vLLM's priority: lower goes first. Has an effect only if the engine schedules by priority."""
 
@@ -409,16 +409,14 @@ def along_answer(prompt: Prompt) -> Prompt:
     """Return the request that computes a trial along `Prompt.forced` in one prefill: all forced tokens but
     the last follow the prompt, and the engine computes them after the blend."""
     assert prompt.forced
-    assert prompt.params is not None
-    assert prompt.params.trial is not None
-    more = list(prompt.forced[:-1])
-    trial = dataclasses.replace(prompt.params.trial, answer_tokens=len(more))
-    return dataclasses.replace(
-        prompt,
-        token_ids=[*prompt.token_ids, *more],
-        params=dataclasses.replace(prompt.params, trial=trial),
-        max_tokens=1,
-    )
+    params, more = prompt.params, list(prompt.forced[:-1])
+    if more:
+        assert params is not None
+        assert params.trial is not None
+        trial = dataclasses.replace(params.trial, answer_tokens=len(more))
+        params = dataclasses.replace(params, trial=trial)
+    token_ids = [*prompt.token_ids, *more]
+    return dataclasses.replace(prompt, token_ids=token_ids, params=params, max_tokens=1)
 
 
 def logprobs_along(prompt: Prompt) -> dict[str, Any]:

@@ -349,6 +349,14 @@ def _best(entries: Mapping[int, Any], limit: int) -> dict[int, float]:
     return {token: found[token] for token in sorted(found, key=lambda token: -found[token])[:limit]}
 
 
+async def measure(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
+    """Run an audit or a trial if the prompt's parameters ask for one, else a full prefill. Trials and full
+    prefills are computed along `prompt.forced` if it is set."""
+    params = prompt.params
+    run = prefill_in_full if params is None else audit_chunk if params.op is Op.AUDIT else blend_trial
+    return await run(client, prompt, request_id, priority)
+
+
 async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
     """Compute the model's own distributions after the prompt, and along `prompt.forced` if it is set.
 

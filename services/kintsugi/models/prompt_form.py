@@ -20,6 +20,7 @@ from typing import Any
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.plan import FormName, PromptChunk, RagPrompt
 from kintsugi.models.reference import resolve_model
+from kintsugi.models.texts import read_user_text
 
 CLOCK = datetime(2024, 7, 26)
 """The time that templates get as the current time. With the real date in the head, every stored chunk would
@@ -118,6 +119,19 @@ def load_form(
     as `load_tokenizer` and `PromptForm.of` do.
     """
     return PromptForm.of(load_tokenizer(model, vllm_args), name, system)
+
+
+def load_form_behind(
+    model: str, name: FormName, system: Path | None, vllm_args: Mapping[str, Any] = NO_ARGS
+) -> PromptForm:
+    """Return the model's form with the system prompt from a file. None: the template's own, if it has one.
+
+    Raises `NotFound` for a missing model, and as `read_user_text` and `PromptForm.of` do.
+    """
+    text = None
+    if system is not None:
+        text = read_user_text(system, "system", "a text file with the system prompt")
+    return load_form(model, name, text, vllm_args)
 
 
 def load_tokenizer(model: str | Path, vllm_args: Mapping[str, Any] = NO_ARGS) -> Any:

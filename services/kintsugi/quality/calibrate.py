@@ -11,13 +11,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from textwrap import shorten
 
 import blake3
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.evidence import Quality
-from kintsugi.core.report import FILE, Cell, Report, Standing, describe_selection
+from kintsugi.core.report import FILE, Cell, Report, describe_selection
 from kintsugi.core.spaces import token_bytes
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.local import LocalEngine
@@ -34,7 +34,7 @@ from kintsugi.quality.measure import (
 )
 from kintsugi.quality.questions import INSTRUCTION, Question, make_passage_questions, shape_segments
 from kintsugi.quality.reports import ReportKeeper
-from kintsugi.quality.stream import is_hopeless, list_undecided
+from kintsugi.quality.stream import list_undecided
 
 ANSWER_TOKENS_MIN = 32
 """Minimum number of tokens of full prefill's answer that are compared, unless it ends earlier."""
@@ -95,16 +95,6 @@ def prepare_bench(
     return Bench(engine, cases, max_tokens, BATCH), warnings
 
 
-@dataclass(frozen=True)
-class CalibratedCell:
-    """What a calibration found in one cell."""
-
-    cell: Cell
-    standing: Standing
-    is_over: bool
-    """Whether the next configuration is beyond the limit, so that more questions would not help."""
-
-
 def identify_evidence(bench: Bench) -> str:
     """Return the writer id of the evidence from these prompts. A repeated measurement replaces the evidence,
     because equal prompts are no further evidence."""
@@ -123,8 +113,8 @@ def calibrate(
     notify: Notify = lambda text: None,
     clock_s: Callable[[], float] = time.monotonic,
     keep: Callable[[Report], None] = lambda report: None,
-) -> list[CalibratedCell]:
-    """Measure configurations, and add the evidence to the keeper's report. Return what was found.
+) -> None:
+    """Measure configurations, and add the evidence to the keeper's report.
 
     ``minutes`` None: until all questions are used. ``form`` names the prompt form. ``keep`` gets
     the report after every `BATCH` prompts. Raises `InvalidField` for
@@ -158,12 +148,6 @@ def calibrate(
                 lengths = [len(chunk.token_ids) for chunk in bench.cases[index].prompt.chunks]
                 keeper.record(cells[index], FILE, selection, score.tally(lengths))
         keep(keeper.report)
-    return [_found(keeper.report, cell, quality) for cell in sorted(set(cells))]
-
-
-def _found(report: Report, cell: Cell, quality: Quality) -> CalibratedCell:
-    standing = report.standing(cell, FILE, quality)
-    return CalibratedCell(cell, standing, standing.next is None or is_hopeless(standing.tally, quality))
 
 
 def _describe_passed(keeper: ReportKeeper, cells: Sequence[Cell], quality: Quality) -> str:
@@ -191,15 +175,11 @@ def check_answers(form: str, bench: Bench, indices: Sequence[int]) -> None:
     ]
     right = metrics.mean([score for score, _, _ in scored]) if scored else 1.0
     if right < RIGHT_MIN:
-        _, text, expected = min(scored)
+        _, text, expected = (shorten(str(one), SHOWN_CHARACTERS) for one in min(scored))
         raise InvalidField(
             "form",
             f"in the prompt form {form!r} full prefill is rarely right: it scores {right:.2f} in "
             f"{len(scored)} prompts, and at least {RIGHT_MIN} is needed to see a loss; it answered "
-            f"{_shorten(text)!r} where {_shorten(expected)!r} was expected; use the form that the model was "
+            f"{text!r} where {expected!r} was expected; use the form that the model was "
             "trained for, easier questions, or leave the answers out",
         )
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

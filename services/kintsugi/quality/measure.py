@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
@@ -22,7 +22,7 @@ from kintsugi.core.plan import PromptChunk, RagPrompt, Selection, make_trial
 from kintsugi.core.request import KintsugiParams
 from kintsugi.discovery.segments import TOKENS_MIN, cut_chunks
 from kintsugi.discovery.token_classes import TokenClasses
-from kintsugi.engine.local import Generation, Prompt
+from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
 from kintsugi.quality.metrics import TOP_LOGPROBS
@@ -39,18 +39,6 @@ Notify = Callable[[str], None]
 """Receives a line of text about the current step."""
 Score = Callable[[str, Sequence[str]], float]
 """Scores a text against the right answers."""
-
-
-class MeasuredEngine(Protocol):
-    """The methods of `engine.local.LocalEngine` that measurements use."""
-
-    def generate(self, prompts: Sequence[Prompt]) -> list[Generation]: ...
-
-    def save(
-        self, prefix_token_ids: Sequence[int], chunks: Sequence[Sequence[int]], namespace: str
-    ) -> list[Generation]: ...
-
-    def reset_prefix_cache(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -129,9 +117,7 @@ def tokenize_questions(
 class Bench:
     """Runs cases on one engine, with their chunks stored. Not thread-safe."""
 
-    def __init__(
-        self, engine: MeasuredEngine, cases: Sequence[Case], max_tokens: int, batch: int = 64
-    ) -> None:
+    def __init__(self, engine: LocalEngine, cases: Sequence[Case], max_tokens: int, batch: int = 64) -> None:
         self.engine = engine
         self.cases = list(cases)
         self.max_tokens = max_tokens

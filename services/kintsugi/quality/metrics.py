@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import random
 import re
+import statistics
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-Sampled = TypeVar("Sampled")
 RESAMPLES = 1000
-CONFIDENCE = 0.95
-"""The normal quantile of a two-sided interval of `CONFIDENCE`."""
 
 
 def normalize_answer(text: str) -> str:
@@ -60,6 +58,7 @@ def _longest_common_subsequence(mine: list[str], theirs: list[str]) -> int:
 
 TOP_LOGPROBS = 20
 """Most likely tokens that are compared at a position: vLLM's default limit."""
+mean = statistics.fmean
 Distribution = Mapping[int, float]
 """Logprobs by token id, of the most likely tokens only."""
 TIE = 0.1
@@ -112,10 +111,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 @dataclass(frozen=True)
 class Interval:
     """A mean, or another statistic, and its bootstrap interval."""
@@ -128,15 +123,9 @@ class Interval:
         return f"{self.mean:.3f} [{self.low:.3f}-{self.high:.3f}]"
 
 
-def bootstrap(values: Sequence[float]) -> Interval:
-    """95 % interval of a mean. For a paired difference, pass the differences."""
-    return resample(values, mean)
-
-
-def resample(sample: Sequence[Sampled], statistic: Callable[[Sequence[Sampled]], float]) -> Interval:
-    """A statistic and its 95 % bootstrap interval."""
+def bootstrap(sample: Sequence[Any], statistic: Callable[[Sequence[Any]], float] = mean) -> Interval:
+    """A statistic and its 95 % bootstrap interval. For a paired difference, pass the differences."""
     picks = random.Random(0)
     found = sorted(statistic(picks.choices(sample, k=len(sample))) for _ in range(RESAMPLES))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = found[int(tail * RESAMPLES)], found[int((1 - tail) * RESAMPLES) - 1]
-    return Interval(statistic(sample), low, high)
+    tail = RESAMPLES // 40
+    return Interval(statistic(sample), found[tail], found[-tail - 1])

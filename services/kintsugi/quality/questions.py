@@ -132,12 +132,10 @@ def parse_question(record: Any) -> Question:
         return Question(chunks, question, _answers(record), task, bare=True)
     if "context" in record and "input" in record:
         return _parse_longbench(record)
-    if "chunks" in record and "seed" in record and "answer" in record:
-        answers = (_text(record, "answer"),)
-        return Question(_texts(record, "chunks"), _text(record, "question"), answers, task)
     if "chunks" in record:
-        question = _text(record, "question")
-        return Question(_texts(record, "chunks"), question, _answers(record), task, bare=True)
+        is_whole = "seed" in record and "answer" in record
+        answers = (_text(record, "answer"),) if is_whole else _answers(record)
+        return Question(_texts(record, "chunks"), _text(record, "question"), answers, task, not is_whole)
     raise InvalidField(
         "record",
         f"has {', '.join(sorted(map(str, record))[:8]) or 'no fields'}; expected chunks and question, ctxs "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -69,7 +67,7 @@ class ReportKeeper:
         """Why the last exchange failed; empty if it did not."""
         self._seen: dict[str, int] = {}
         self._part = ReportPart(writer or uuid.uuid4().hex, versions, self.now)
-        self.report = Report(binding, self.now)
+        self.report = self._empty = Report(binding, self.now, ladder=binding.ladder)
         """The evidence of all writers as last read, with this writer's own."""
 
     @property
@@ -130,7 +128,7 @@ class ReportKeeper:
             return []
         try:
             document = self._store.get_report(self._binding.model, self._binding.report_name)
-            found = parse_stored(document, self._binding) or Report(self._binding, "")
+            found = parse_stored(document, self._binding) or self._empty
             self._leave_folded(found)
             self.report = found.with_part(self._part, next_date(self._now(), document))
             if self._is_changed or self._is_lost(found):
@@ -178,11 +176,6 @@ def parse_stored(document: bytes | None, binding: Binding) -> Report | None:
     return found if found.binding == binding else None
 
 
-def fetch_report(store: ChunkStore, binding: Binding) -> Report | None:
-    """Fetch the report of a binding; None as `parse_stored` returns it."""
-    return parse_stored(store.get_report(binding.model, binding.report_name), binding)
-
-
 def publish(store: ChunkStore, report: Report) -> None:
     """Add the parts of a report, as from a file, to the report in the store. A part with fewer pairs than the
     store's of the same writer is not added: the same prompts are measured again, and more of them count."""
@@ -205,11 +198,9 @@ def write(path: Path, report: Report) -> None:
     """Write the report to a file, atomically, because an engine may poll the file."""
     if not path.parent.is_dir():
         raise InvalidField("out", f"{path.parent} is not a folder; create it first")
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(report.to_bytes())
-    Path(draft).chmod(0o644)
-    Path(draft).replace(path)
+    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    draft.write_bytes(report.to_bytes())
+    draft.replace(path)
 
 
 def read(path: Path) -> Report:

@@ -41,18 +41,11 @@ class FairSampler:
     """Samples a share of all requests, divided evenly among tenants. A tenant that sends most of the requests
     has no more samples than any other tenant that sends enough."""
 
-    def __init__(
-        self,
-        share: float,
-        window: int = WINDOW,
-        per_minute: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, share: float, per_minute: float, now: Callable[[], float] = time.monotonic) -> None:
         """`per_minute`: minimum number of samples per minute, if `share` results in fewer. `now`: a clock in
         seconds."""
         self._share = share
         self._per_minute = per_minute
-        self._window = window
         self._now = now
         self._recent: deque[tuple[str, float]] = deque()
         self._counts: Counter[str] = Counter()
@@ -62,7 +55,7 @@ class FairSampler:
         now = self._now()
         self._recent.append((tenant, now))
         self._counts[tenant] += 1
-        while len(self._recent) > self._window or now - self._recent[0][1] > WINDOW_S:
+        while len(self._recent) > WINDOW or now - self._recent[0][1] > WINDOW_S:
             oldest, _ = self._recent.popleft()
             self._counts[oldest] -= 1
             if not self._counts[oldest]:
@@ -72,8 +65,6 @@ class FairSampler:
 
     def _share_now(self, now: float) -> float:
         """Return the share of the recent requests to sample. It is 1 while the rate is unknown."""
-        if not self._share or not self._per_minute:
-            return self._share
         if len(self._recent) == 1:
             return 1.0
         minutes = (now - self._recent[0][1]) / 60

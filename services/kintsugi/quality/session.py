@@ -6,16 +6,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
-from kintsugi.core.plan import FormName
 from kintsugi.engine.local import LocalEngine
-from kintsugi.models.prompt_form import NO_ARGS, PromptForm, load_form
-from kintsugi.models.reference import resolve_model
-from kintsugi.models.texts import read_user_text
+from kintsugi.models.prompt_form import PromptForm
 
 PATIENCE_MS = 120_000
 """Deadline for lookups and layers. It is long, so that blends are not declined on a busy machine."""
@@ -44,34 +40,6 @@ class MeasuringEngineSpec:
                 "must stay on while a model is measured: without plain copies every prompt's first chunk is "
                 "a miss. Serving without them has the same quality, but computes that chunk too",
             )
-
-
-def read_context_length(model: str) -> int:
-    """Return the model's context length in tokens. Raises `NotFound`, and as `reference.fetch_model` does."""
-    from transformers import AutoConfig
-
-    path = resolve_model(model)
-    try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError) as error:
-        raise NotFound(
-            f"{model} is neither a checkpoint folder nor a model that can be downloaded "
-            f"({type(error).__name__}); check the name"
-        ) from None
-    return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
-
-
-def load_form_behind(
-    model: str, name: FormName, system: Path | None, vllm_args: Mapping[str, Any] = NO_ARGS
-) -> PromptForm:
-    """Return the model's form with the system prompt from a file. None: the template's own, if it has one.
-
-    Raises `NotFound` for a missing model, and as `read_user_text` and `PromptForm.of` do.
-    """
-    text = None
-    if system is not None:
-        text = read_user_text(system, "system", "a text file with the system prompt")
-    return load_form(model, name, text, vllm_args)
 
 
 @contextmanager

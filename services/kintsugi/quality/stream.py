@@ -110,15 +110,9 @@ class Twins(Protocol):
     priority: int
     """vLLM's priority of all requests for the stream."""
 
-    async def answer_in_full(self, prompt: Prompt) -> Generation:
-        """Run a full prefill, then continue along `Prompt.forced`."""
+    async def run(self, prompt: Prompt) -> Generation:
+        """Run the audit or trial of `Prompt.params`, or a full prefill without any, along `Prompt.forced`."""
         ...
-
-    async def blend(self, prompt: Prompt) -> Generation:
-        """Blend as `KintsugiParams.trial` says, then continue along `Prompt.forced`."""
-        ...
-
-    async def audit(self, prompt: Prompt) -> Generation: ...
 
     async def save_missing(self, prompt: Prompt) -> None:
         """Save the chunks that the prompt declares and the store lacks."""
@@ -254,7 +248,7 @@ class Stream:
         self._keeper = keeper
         self._gate = gate
         self._clock = clock
-        self._sampler = FairSampler(OPEN_SHARE, per_minute=OPEN_PER_MINUTE, now=clock)
+        self._sampler = FairSampler(OPEN_SHARE, OPEN_PER_MINUTE, clock)
         self._pending: deque[_Pending] = deque()
         self._taken_s, self._gap_s = -math.inf, math.inf
         """Time of the last answer, and between the last two."""
@@ -469,7 +463,7 @@ class Stream:
             forced=pending.served.token_ids[:positions],
         )
         try:
-            twin = await self._run(self._twins.blend(trial), yields=True)
+            twin = await self._run(self._twins.run(trial), yields=True)
         except KintsugiError as error:
             logger.warning("a blend for comparison failed, which counts as the worst loss: %s", error)
             self.counts.failed += 1
@@ -486,7 +480,7 @@ class Stream:
         positions = count_positions(pending.served)
         plain = dataclasses.replace(pending.prompt, params=None, forced=pending.served.token_ids[:positions])
         try:
-            full = await self._run(self._twins.answer_in_full(plain))
+            full = await self._run(self._twins.run(plain))
         except KintsugiError:
             self.counts.failed += 1  # an engine's failure says nothing about the blend
             raise
@@ -549,7 +543,7 @@ class Stream:
             if not copies:
                 return False
             copy = self._picks.choice(copies)
-            answer = await self._run(self._twins.audit(copy.prompt))
+            answer = await self._run(self._twins.run(copy.prompt))
         except KintsugiError as error:
             logger.warning("the audit of a chunk failed: %s", error)
             return False

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -69,20 +68,10 @@ class _EngineTwins:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
-    async def answer_in_full(self, prompt: Prompt) -> Generation:
-        return await self._limit(self._engine.answer_in_full(prompt, PRIORITY))
-
-    async def blend(self, prompt: Prompt) -> Generation:
-        return await self._limit(self._engine.blend(prompt, PRIORITY))
-
-    async def audit(self, prompt: Prompt) -> Generation:
-        return await self._limit(self._engine.audit(prompt, PRIORITY))
-
-    async def _limit(self, answer: Any) -> Generation:
+    async def run(self, prompt: Prompt) -> Generation:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                generation: Generation = await answer
-                return generation
+                return await self._engine.measure(prompt, PRIORITY)
         except TimeoutError:
             raise Unavailable(f"the engine was busy for {ANSWER_TIMEOUT_S:.0f} s") from None
 
@@ -248,12 +237,8 @@ class LearningMetrics(Collector):
             dropped.add_metric([label_of_band(band)], number)
         yield dropped
         progress = self._progress()
-        yield GaugeMetricFamily(
-            "kintsugi_quality_open",
-            "1 if blending is on, 0 if it is off",
-            value=float(progress.state == "open"),
-        )
         for name, about in (
+            ("open", "1 if blending is on, 0 if it is off"),
             ("cost", "Cost of the configuration that blends use, as a share of a full prefill's work"),
             ("loss", "Mean loss of the configuration that blends use, or else of the measured one"),
             ("loss_upper", "95 % upper bound of the mean loss of the configuration that blends use"),
@@ -262,7 +247,7 @@ class LearningMetrics(Collector):
             ("changed", "Mean share of changed tokens of the configuration that blends use"),
             ("pairs_missing", "Estimated number of further prompts until the next configuration passes"),
         ):
-            value = getattr(progress, name)
+            value = progress.state == "open" if name == "open" else getattr(progress, name)
             if value is not None:
                 yield GaugeMetricFamily(f"kintsugi_quality_{name}", about, value=float(value))
 

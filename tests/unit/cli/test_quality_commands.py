@@ -24,9 +24,9 @@ from kintsugi.core.report import FILE, LADDER
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import tokenize_context
-from kintsugi.models.prompt_form import PromptForm
+from kintsugi.models.prompt_form import PromptForm, load_form_behind
 from kintsugi.quality import reports
-from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind
+from kintsugi.quality.session import MeasuringEngineSpec
 from tests.fakes.reports import BINDING, VERSIONS
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer
 

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.plugins import SELECTORS
+from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import load
 from kintsugi.engine import config
 from kintsugi.engine.config import EngineConfig
 from kintsugi.store.shard.eviction.room import RATIO
+from tests.fakes.plugins import install
 
 
 def test_every_option_is_read_by_the_engine() -> None:
@@ -36,3 +39,12 @@ def test_a_namespace_that_no_salt_can_narrow_is_refused(wrong: str) -> None:
 
 def test_shards_place_chunks_for_the_ratio_of_engines() -> None:
     assert EngineConfig.ratio == RATIO
+
+
+def test_the_gate_tests_a_configured_selector_of_another_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, SELECTORS, "stride", "strides:Stride", "")
+    assert EngineConfig(store="ram://x", selector="stride").tested_selector == "stride"
+    assert EngineConfig(store="ram://x").tested_selector == SelectorName.QUERY
+    assert EngineConfig(store="ram://x", selector=SelectorName.HYBRID).tested_selector == SelectorName.QUERY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
 from kintsugi.core.evidence import Levels, Quality
+from kintsugi.core.gate import decide
 from kintsugi.core.report import (
     FILE,
     LADDER,
@@ -32,6 +34,7 @@ from tests.fakes.reports import (
     SOURCE,
     VERSIONS,
     entry_of,
+    fetch_report,
     open_report,
     part_of,
     report_of,
@@ -103,7 +106,7 @@ def record(keeper: ReportKeeper, pairs: int = 1, source: str = SOURCE, cell: Cel
 
 
 def stored(store: RamStore) -> Report:
-    found = reports.fetch_report(store, BINDING)
+    found = fetch_report(store, BINDING)
     assert found is not None
     return found
 
@@ -295,12 +298,12 @@ def test_a_published_file_adds_to_the_stores_report(make: Make, store: RamStore)
 
 
 def test_a_report_is_fetched_only_where_it_can_be_read(store: RamStore) -> None:
-    assert reports.fetch_report(store, BINDING) is None
+    assert fetch_report(store, BINDING) is None
     reports.publish(store, open_report(rungs=len(LADDER)))
     assert stored(store).parts == open_report(rungs=len(LADDER)).parts
     broken = RamStore()
     broken.put_report(BINDING.model, BINDING.report_name, b"[]")
-    assert reports.fetch_report(broken, BINDING) is None
+    assert fetch_report(broken, BINDING) is None
 
 
 def test_a_report_survives_the_way_to_a_file_and_back(tmp_path: Path) -> None:
@@ -320,3 +323,20 @@ def test_files_that_are_no_reports_are_refused(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b" " * (2 << 20))
     with pytest.raises(Corrupted, match="at most"):
         reports.read(tmp_path / "large")
+
+
+def test_a_new_report_tests_what_its_binding_names() -> None:
+    """In the store as in the gate; reports about other selectors stay."""
+    store, other = RamStore(), replace(BINDING, selector="hybrid")
+    for binding in (BINDING, other):
+        keeper = ReportKeeper(store, binding, VERSIONS, Quality.BALANCED)
+        keeper.record(CELL, SOURCE, binding.ladder[0], tally_of(1))
+        keeper.exchange()
+    for binding in (BINDING, other):
+        found = fetch_report(store, binding)
+        assert found is not None
+        assert found.ladder == binding.ladder
+        assert found.tally(CELL, SOURCE, binding.ladder[0]).pairs == 1
+        state = decide(None, binding, Quality.BALANCED, VERSIONS)
+        assert state.report is not None
+        assert state.report.ladder == binding.ladder

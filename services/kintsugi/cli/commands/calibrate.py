@@ -22,13 +22,15 @@ from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.evidence import Quality
 from kintsugi.core.gate import describe_progress
-from kintsugi.core.report import FILE, Report, describe_selection
+from kintsugi.core.report import FILE, Cell, Report, Standing, describe_selection
 from kintsugi.models.context import encode_context
+from kintsugi.models.prompt_form import load_form_behind
 from kintsugi.quality import reports
-from kintsugi.quality.calibrate import CalibratedCell, calibrate, identify_evidence, prepare_bench
+from kintsugi.quality.calibrate import calibrate, identify_evidence, prepare_bench
 from kintsugi.quality.questions import read_questions
 from kintsugi.quality.reports import ReportKeeper
-from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind, start_measuring_engine
+from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
+from kintsugi.quality.stream import list_undecided
 from kintsugi.store.client.registry import is_process_local, open_store
 
 ERROR_SHOWN = 0.05
@@ -63,7 +65,7 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
             bench, warnings = prepare_bench(engine, form, given, task.segments)
         keeper = ReportKeeper(None, engine.binding, engine.versions, quality, writer=identify_evidence(bench))
         with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
-            found = calibrate(
+            calibrate(
                 bench,
                 keeper,
                 quality,
@@ -77,10 +79,20 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         screen.note(f"kintsugi: warning: {warning}")
     _keep_report(screen, task, keeper.report)
     screen.show(
-        _document(keeper.report, found, quality, warnings),
-        lambda console: render(console, keeper.report, found, quality),
+        _document(keeper.report, quality, warnings),
+        lambda console: render(console, keeper.report, quality),
     )
-    return ExitCode.OK if any(one.standing.passed for one in found) else ExitCode.NOT_BLENDABLE
+    passed = any(standing.passed for _, standing in _standings(keeper.report, quality))
+    return ExitCode.OK if passed else ExitCode.NOT_BLENDABLE
+
+
+def _standings(report: Report, quality: Quality) -> list[tuple[Cell, Standing]]:
+    return [(cell, report.standing(cell, FILE, quality)) for cell in report.cells]
+
+
+def _is_over(report: Report, cell: Cell, quality: Quality) -> bool:
+    """Whether more questions would not help: all passed, or the next configuration is beyond the limit."""
+    return not list_undecided(report, cell, FILE, quality, 1)
 
 
 def _keep_report(screen: Screen, task: CalibrateTask, report: Report) -> None:
@@ -128,9 +140,7 @@ def _check_destination(task: CalibrateTask) -> None:
             store.stats()
 
 
-def _document(
-    report: Report, found: list[CalibratedCell], quality: Quality, warnings: list[str]
-) -> dict[str, Any]:
+def _document(report: Report, quality: Quality, warnings: list[str]) -> dict[str, Any]:
     """Return the result as JSON."""
     return {
         "quality": quality.value,
@@ -138,22 +148,22 @@ def _document(
         "binding": asdict(report.binding),
         "cells": [
             {
-                "prompts": str(one.cell),
-                "passed": [describe_selection(passed) for passed in one.standing.passed],
-                "configurations": _rows(report, one),
-                "is_over": one.is_over,
-                "pairs_missing": None if one.is_over else one.standing.missing,
+                "prompts": str(cell),
+                "passed": [describe_selection(passed) for passed in standing.passed],
+                "configurations": _rows(report, cell, standing),
+                "is_over": _is_over(report, cell, quality),
+                "pairs_missing": None if _is_over(report, cell, quality) else standing.missing,
             }
-            for one in found
+            for cell, standing in _standings(report, quality)
         ],
         "warnings": warnings,
     }
 
 
-def _rows(report: Report, found: CalibratedCell) -> list[dict[str, Any]]:
+def _rows(report: Report, cell: Cell, standing: Standing) -> list[dict[str, Any]]:
     rows = []
     for selection in report.ladder:
-        tally = report.tally(found.cell, FILE, selection)
+        tally = report.tally(cell, FILE, selection)
         if not tally.pairs:
             continue
         answers = sum(pairs for _, pairs in tally.answers)
@@ -161,7 +171,7 @@ def _rows(report: Report, found: CalibratedCell) -> list[dict[str, Any]]:
         rows.append(
             {
                 "configuration": describe_selection(selection),
-                "passed": selection in found.standing.passed,
+                "passed": selection in standing.passed,
                 "pairs": tally.pairs,
                 "cost": round(tally.cost / tally.pairs, 4),
                 "loss": round(tally.loss, 4),
@@ -174,13 +184,13 @@ def _rows(report: Report, found: CalibratedCell) -> list[dict[str, Any]]:
     return rows
 
 
-def render(console: Console, report: Report, found: list[CalibratedCell], quality: Quality) -> None:
+def render(console: Console, report: Report, quality: Quality) -> None:
     """Print the measured configurations of each cell, and what passes."""
-    for one in found:
-        console.print(Text(f"{one.cell}, codec {report.binding.codec}"), style="dim")
+    for cell, standing in _standings(report, quality):
+        console.print(Text(f"{cell}, codec {report.binding.codec}"), style="dim")
         headings = ("", "configuration", "cost", "loss", "KL", "changed", "EM lost", "n")
         table = make_figures_table(headings, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for row in _rows(report, one):
+        for row in _rows(report, cell, standing):
             lost = "–" if row["answers_lost"] is None else f"{100 * row['answers_lost']:.1f}"
             table.add_row(
                 "✓" if row["passed"] else "",
@@ -193,12 +203,12 @@ def render(console: Console, report: Report, found: list[CalibratedCell], qualit
                 str(row["pairs"]),
             )
         console.print(table)
-        if one.standing.passed:
-            console.print(Text(f"passes: {describe_selection(one.standing.passed[-1])}"))
-        if one.standing.next is not None:
-            name = describe_selection(one.standing.next)
-            state = "does not pass" if one.is_over else "undecided"
-            console.print(Text(f"{state}: {name}: {describe_progress(one.standing)}"))
+        if standing.passed:
+            console.print(Text(f"passes: {describe_selection(standing.passed[-1])}"))
+        if standing.next is not None:
+            state = "does not pass" if _is_over(report, cell, quality) else "undecided"
+            name = describe_selection(standing.next)
+            console.print(Text(f"{state}: {name}: {describe_progress(standing)}"))
     console.print(
         f"loss: mean < 95 % bound; a mean below {quality.loss_max:.3f} passes ({quality.value}) · KL in nats "
         "· changed: percent of tokens · EM lost: points of exact match · ✓ passes",

@@ -33,6 +33,7 @@ from kintsugi.cli.screen import Screen
 from kintsugi.core.plan import FormName
 from kintsugi.core.schema import load
 from kintsugi.models.context import CORPUS, NONE, tokenize_context
+from kintsugi.models.prompt_form import load_form_behind
 from kintsugi.models.reference import REFERENCE
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job, survey
@@ -92,8 +93,6 @@ class CorpusOptions:
         engine = options.get("engine", {})
         prefix = None  # the default form's prefix
         if self.system is not None or self.form is not FormName.AUTO:
-            from kintsugi.quality.session import load_form_behind  # its imports are slow
-
             prefix = list(load_form_behind(self.model, self.form, self.system, engine).head)
         context = tokenize_context(self.context, self.model, engine)
         return JobSpec(

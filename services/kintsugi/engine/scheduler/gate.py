@@ -170,6 +170,7 @@ def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
         prefix_of(config, vllm_config),
         config.codec,
         config.context_token_ids,
+        config.tested_selector,
     )
 
 

@@ -157,11 +157,11 @@ def test_a_prefill_along_an_answer_sees_what_prefills_of_each_beginning_see(serv
 
     def first(token_ids: list[int]) -> dict[int, float]:
         prompt = Prompt(token_ids, None, max_tokens=1, top_logprobs=20)
-        return served.run(served.engine.answer_in_full(prompt, 0)).top_logprobs[0]
+        return served.run(served.engine.measure(prompt, 0)).top_logprobs[0]
 
     for length in (block - 1, block, block + 1, len(whole)):
         prompt = Prompt(whole[:length], None, FORCED, top_logprobs=20, forced=tuple(answer))
-        forced = served.run(served.engine.answer_in_full(prompt, 0))
+        forced = served.run(served.engine.measure(prompt, 0))
         assert forced.token_ids == answer
         assert [len(step) for step in forced.top_logprobs] == [20] * FORCED
         for position, step in enumerate(forced.top_logprobs):
@@ -184,11 +184,11 @@ def test_a_full_trial_along_an_answer_equals_full_prefill(served: Served) -> Non
     whole = [*served.info.prefix_token_ids, *itertools.chain(*pieces), *question]
     answer = (7, 300, 12, 40, 41, 9)
     plain = Prompt(whole, None, FORCED, top_logprobs=20, forced=answer)
-    full = served.run(served.engine.answer_in_full(plain, 0))
+    full = served.run(served.engine.measure(plain, 0))
 
     def blend(ratio: float) -> Generation:
         params = KintsugiParams("trial", spans=tuple(spans), trial=make_trial(Selection(ratio)))
-        return served.run(served.engine.blend(dataclasses.replace(plain, params=params), 0))
+        return served.run(served.engine.measure(dataclasses.replace(plain, params=params), 0))
 
     exact, reused = blend(1.0), blend(0.0)
     assert exact.accounting is not None

@@ -32,10 +32,10 @@ from kintsugi.models.reference import (
     display_name,
     fetch_model,
     find_packaged,
+    read_context_length,
     read_member,
     resolve_model,
 )
-from kintsugi.quality.session import read_context_length
 from tests.fakes.packaged_model import (
     HEAD_DIM,
     HEADS,

@@ -15,13 +15,14 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import FILE, LADDER, Cell, Report
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
-from kintsugi.quality.calibrate import BATCH, CalibratedCell, calibrate, identify_evidence, prepare_bench
+from kintsugi.quality.calibrate import BATCH, calibrate, identify_evidence, prepare_bench
 from kintsugi.quality.measure import Bench
 from kintsugi.quality.questions import INSTRUCTION, Question, make_passage_questions, shape_segments
 from kintsugi.quality.reports import ReportKeeper
+from kintsugi.quality.stream import list_undecided
 from kintsugi.store.client.ram import RamStore
 from tests.fakes.chat_templates import CHATML, tokenizer_with
-from tests.fakes.reports import BINDING, VERSIONS
+from tests.fakes.reports import BINDING, VERSIONS, fetch_report
 from tests.unit.quality.fakes import FakeEngine, case
 
 COUNT = 400
@@ -44,7 +45,7 @@ class Run:
         self.lines: list[str] = []
         bench = Bench(engine, [case(index, answers) for index in range(count)], 1, BATCH)
         keeper = ReportKeeper(None, BINDING, VERSIONS, Quality.BALANCED)
-        self.found: list[CalibratedCell] = calibrate(
+        calibrate(
             bench,
             keeper,
             Quality.BALANCED,
@@ -56,6 +57,8 @@ class Run:
             clock_s,
         )
         self.report: Report = keeper.report
+        self.standing = self.report.standing(CELL, FILE, Quality.BALANCED)
+        self.is_over = not list_undecided(self.report, CELL, FILE, Quality.BALANCED)
 
     def pairs(self, selection: Selection) -> int:
         return self.report.tally(CELL, FILE, selection).pairs
@@ -70,8 +73,7 @@ def test_everything_passes_where_nothing_is_lost() -> None:
     engine = FakeEngine()
     engine.right_from = lambda selection, index: True
     run = Run(engine)
-    (found,) = run.found
-    assert (found.cell, found.standing.passed, found.is_over) == (CELL, LADDER, True)
+    assert (run.report.cells, run.standing.passed, run.is_over) == ([CELL], LADDER, True)
     assert all(run.pairs(one) < 100 for one in LADDER), "it ends once all have passed"
     assert run.report.allowance(CELL, "anyone", Quality.BALANCED, VERSIONS) is not None
 
@@ -79,9 +81,8 @@ def test_everything_passes_where_nothing_is_lost() -> None:
 def test_what_loses_too_much_ends_it_after_few_prompts() -> None:
     """Every second answer is wrong below a ratio of 0.15."""
     run = Run(FakeEngine())
-    (found,) = run.found
-    assert found.standing.passed == LADDER[:3]
-    assert (found.standing.next, found.is_over) == (LADDER[3], True)
+    assert run.standing.passed == LADDER[:3]
+    assert (run.standing.next, run.is_over) == (LADDER[3], True)
     assert run.pairs(LADDER[3]) < 100
 
 
@@ -89,8 +90,7 @@ def test_a_model_that_no_blend_fits_passes_nothing_and_says_so_soon() -> None:
     engine = FakeEngine()
     engine.right_from = lambda selection, index: False
     run = Run(engine)
-    (found,) = run.found
-    assert (found.standing.passed, found.is_over) == ((), True)
+    assert (run.standing.passed, run.is_over) == ((), True)
     assert len(set(blended(engine))) <= 2 * BATCH
     assert run.pairs(LADDER[2]) == 0, "only the next one and the one after it are measured"
 
@@ -102,7 +102,7 @@ def test_answers_are_tested_where_they_are_given() -> None:
     tally = run.report.tally(CELL, FILE, LADDER[0])
     assert tally.answers == ((0, tally.pairs),)
     assert tally.pairs > 150, "a loss of three points takes more answers"
-    assert run.found[0].standing.passed == LADDER
+    assert run.standing.passed == LADDER
 
 
 def test_the_evidence_is_kept_while_it_grows_and_never_counts_twice() -> None:
@@ -113,7 +113,7 @@ def test_the_evidence_is_kept_while_it_grows_and_never_counts_twice() -> None:
 
     def publish(report: Report) -> None:
         reports.publish(store, report)
-        stored = reports.fetch_report(store, BINDING)
+        stored = fetch_report(store, BINDING)
         assert stored is not None
         kept.append(stored.tally(CELL, FILE, LADDER[0]).pairs)
         if len(kept) == 3:
@@ -127,7 +127,7 @@ def test_the_evidence_is_kept_while_it_grows_and_never_counts_twice() -> None:
     assert kept[:3] == [BATCH, 2 * BATCH, 3 * BATCH]
     assert len(kept) > 3
     assert kept == sorted(kept), "measuring again takes nothing back"
-    stored = reports.fetch_report(store, BINDING)
+    stored = fetch_report(store, BINDING)
     assert stored is not None
     once = Run(engine).report
     assert [stored.tally(CELL, FILE, one) for one in LADDER] == [
@@ -140,10 +140,9 @@ def test_the_evidence_is_kept_while_it_grows_and_never_counts_twice() -> None:
 def test_time_ends_it_and_keeps_the_evidence() -> None:
     engine = FakeEngine()
     run = Run(engine, minutes=1.2, clock_s=lambda: float(len(engine.submitted)))
-    (found,) = run.found
-    assert (found.standing.passed, found.standing.next, found.is_over) == ((), LADDER[0], False)
+    assert (run.standing.passed, run.standing.next, run.is_over) == ((), LADDER[0], False)
     assert run.pairs(LADDER[0]) == 2 * BATCH
-    assert found.standing.missing is not None
+    assert run.standing.missing is not None
 
 
 def test_the_same_seed_measures_alike_and_another_draws_others() -> None:
@@ -164,7 +163,7 @@ def test_a_prompt_is_measured_once_with_each_configuration() -> None:
 
 def test_discovered_prompts_are_cells_of_their_own() -> None:
     run = Run(FakeEngine(), segments=True)
-    assert [one.cell for one in run.found] == [Cell.of(True, 8)]
+    assert run.report.cells == [Cell.of(True, 8)]
     assert run.pairs(LADDER[0]) == 0
 
 
@@ -178,7 +177,7 @@ def test_progress_names_what_is_measured_and_what_passes() -> None:
 def test_a_form_that_full_prefill_cannot_answer_is_refused_with_an_example() -> None:
     with pytest.raises(InvalidField, match=r"rarely right: it scores 0.00 .* answered 'w1' where 'w5' was"):
         Run(FakeEngine(full_is_right=False), answers=("w5",))
-    assert Run(FakeEngine(full_is_right=False)).found, "without answers it may say anything"
+    assert Run(FakeEngine(full_is_right=False)).report.cells, "without answers it may say anything"
 
 
 def test_too_few_prompts_are_refused() -> None:

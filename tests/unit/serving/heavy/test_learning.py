@@ -21,7 +21,7 @@ from kintsugi.core.evidence import Quality
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.gate import GateProgress, GateState, decide
 from kintsugi.core.report import LADDER
-from kintsugi.core.request import KintsugiParams
+from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.gateway.fill import FILL_PRIORITY
@@ -40,7 +40,17 @@ from kintsugi.serving.learning import (
 )
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import ErasurePage
-from tests.fakes.reports import AT, BINDING, CELL, SAFEST, SOURCE, VERSIONS, open_report, part_of
+from tests.fakes.reports import (
+    AT,
+    BINDING,
+    CELL,
+    SAFEST,
+    SOURCE,
+    VERSIONS,
+    fetch_report,
+    open_report,
+    part_of,
+)
 from tests.unit.quality.fakes import distribution, put_chunk
 
 PROMPT = Prompt(
@@ -108,14 +118,12 @@ class StubEngine:
     def space(self, namespace: str) -> ChunkSpace:
         return ChunkSpace(ModelFingerprint.of({"model": "stub"}), namespace)
 
-    async def answer_in_full(self, prompt: Prompt, priority: int) -> Generation:
-        return await self._run("full", priority, None)
-
-    async def blend(self, prompt: Prompt, priority: int) -> Generation:
+    async def measure(self, prompt: Prompt, priority: int) -> Generation:
+        if prompt.params is None:
+            return await self._run("full", priority, None)
+        if prompt.params.op is Op.AUDIT:
+            return await self._run("audit", priority, {"outcome": "declined"})
         return await self._run("blend", priority, BLENDED)
-
-    async def audit(self, prompt: Prompt, priority: int) -> Generation:
-        return await self._run("audit", priority, {"outcome": "declined"})
 
     async def _run(self, kind: str, priority: int, accounting: dict[str, Any] | None) -> Generation:
         self.calls.append((kind, priority))
@@ -205,7 +213,7 @@ def test_evidence_reaches_the_stores_report_and_the_engines_gate() -> None:
         engine.now_s = 60.0
         serve(engine)
         await until(lambda: learning.stream.counts.pairs == 2 * len(LADDER))
-        report = reports.fetch_report(engine.store, BINDING)
+        report = fetch_report(engine.store, BINDING)
         assert report is not None
         assert report.tally(CELL, SOURCE, SAFEST).pairs >= 1
         assert engine.gate.state.report is not None
@@ -438,7 +446,7 @@ def test_the_report_beside_a_checkpoint_is_published_once(
     assert not publish_shipped(model, "ram://", other), "it is about another codec"
     assert store.get_report(BINDING.model, BINDING.report_name) is None
     assert publish_shipped(model, "ram://", BINDING)
-    found = reports.fetch_report(store, BINDING)
+    found = fetch_report(store, BINDING)
     assert found is not None
     assert found.tally(CELL, SOURCE, SAFEST) == open_report().tally(CELL, SOURCE, SAFEST)
     assert not publish_shipped(model, "ram://", BINDING), "the store has one"
