@@ -36,6 +36,7 @@ def prepare_imports() -> list[str]:
         "blake3": {"blake3": _blake2b},
         "xxhash": {"xxh3_128_digest": _no_digest},
         "pydantic": {"ConfigDict": dict, **dict.fromkeys(names, ValueError)},
+        "pydantic_core": {"SchemaValidator": ValueError},
     }
     missing = []
     for name, contents in stand_ins.items():
