@@ -19,7 +19,7 @@ from kintsugi.core.layout import Part
 from kintsugi.fusor.attention import attend_scattered
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.sliced import Cut, run_in_units
-from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
+from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots, T
 from kintsugi.fusor.staging import upload
 
 BLOCK_SIZE = 16
@@ -102,6 +102,9 @@ class PagedStack:
             for to, of in ((own.keys, self.keys), (own.values, self.values)):
                 to[layer].flatten(0, 1)[mine.prepared] = of[layer].flatten(0, 1)[theirs.prepared]
         return own
+
+    def contain(self, act: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        return act()
 
     def batch(
         self, positions: Tensor, owners: Tensor | None = None, places: Tensor | None = None

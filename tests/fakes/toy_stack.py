@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kintsugi.core.layout import Part
 from kintsugi.fusor.rope import Rotary
-from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
+from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots, T
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, POSITIONS_MAX = 32, 4, 2, 8, 97, 512
 
@@ -165,6 +165,16 @@ class ToyStack:
             mine[:, :, :start] = theirs[:, :1, :start]
         return own
 
+    def contain(self, act: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        if self.world_size == 1:
+            return act()
+        if self.failure is None:
+            try:
+                return act()
+            except RuntimeError as error:
+                self.failure = repr(error)
+        return otherwise()
+
     def batch(
         self, positions: Tensor, owners: Tensor | None = None, places: Tensor | None = None
     ) -> LayerBatch:
@@ -206,7 +216,15 @@ class ToyStack:
         self.values[layer, owners, places] = value.to(self.values.dtype)
         self.written[layer, owners, places] = True
 
+    def _zeros(self, num_tokens: int) -> FreshKV:
+        """What a rank that has failed goes on with."""
+        query = torch.zeros(num_tokens, HEADS, HEAD_DIM, dtype=self.model.dtype)
+        key = torch.zeros(num_tokens, self.model.kv_heads, HEAD_DIM, dtype=self.model.dtype)
+        return FreshKV(query, key, key, key)
+
     def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
+        if self.failure is not None:
+            return self._zeros(batch.num_tokens)
         assert len(hidden.states) == batch.num_tokens
         self.calls.append(("project", layer, batch.num_tokens))
         return self.model.project(layer, _stream(hidden), batch.prepared[0])[1]
@@ -214,6 +232,8 @@ class ToyStack:
     def run_layer(
         self, layer: int, hidden: Hidden, batch: LayerBatch, capture: bool = False
     ) -> FreshKV | None:
+        if self.failure is not None:
+            return self._zeros(batch.num_tokens) if capture else None
         assert len(hidden.states) == batch.num_tokens
         self.calls.append(("run", layer, batch.num_tokens))
         positions, owners, places = batch.prepared

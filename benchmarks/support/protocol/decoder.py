@@ -20,7 +20,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import KVLayout, Part
 from kintsugi.fusor.rope import Rotary
-from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
+from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots, T
 
 MODEL_TYPES = ("llama", "qwen2")
 
@@ -171,6 +171,9 @@ class PlainStack:
         own = PlainStack(self.decoder, end)
         own.keys[:, :start], own.values[:, :start] = self.keys[:, :start], self.values[:, :start]
         return own
+
+    def contain(self, act: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        return act()
 
     def batch(
         self, positions: Tensor, owners: Tensor | None = None, places: Tensor | None = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -38,7 +39,7 @@ from kintsugi.fusor.sliced import (
     reached_s,
     run_in_units,
 )
-from kintsugi.fusor.stack import DecoderStack, Hidden
+from kintsugi.fusor.stack import DecoderStack, FreshKV, Hidden
 from kintsugi.fusor.staging import upload
 
 T = TypeVar("T")
@@ -164,7 +165,7 @@ class BlendPass(SlicedWork):
         self.close()
         # Before the loader starts its threads, so that an error here leaves no threads behind.
         self._place_tokens()
-        self._loader = self._open_loader(self.plan)
+        self._loader = self._stack.contain(lambda: self._open_loader(self.plan), lambda: None)
         self.tally.timeline.clear()
         self._layer_marks.clear()
         self.tally.active_positions.clear()
@@ -361,21 +362,21 @@ class BlendPass(SlicedWork):
 
     def _poll_loader(self, layer: int, waited_s: float) -> LoadedLayer | None:
         """Poll the loader once. Raises `LoadFailed`."""
-        assert self._loader is not None
         if self._stack.world_size > 1:
-            return self._take_in_step(self._loader, layer)
+            return self._take_in_step(layer)
+        assert self._loader is not None
         loaded = self._loader.take(layer, POLL_S)
         if loaded is None and waited_s > self._loader.patience_s:
             # Stores enforce a deadline of their own; one that does not must not hold a request forever.
             raise self._time_out(self._loader, f"layer {layer}")
         return loaded
 
-    def _take_in_step(self, loader: LayerLoader, layer: int) -> LoadedLayer:
+    def _take_in_step(self, layer: int) -> LoadedLayer:
         """Wait for the layer. A rank that has lost it continues with zeros, because the others wait for its
         part of every all-reduce. Ranks agree on losses after layer 0, where most losses are seen, and after
         the last layer: a round trip between hosts in every layer would cost more."""
-        loaded = None
-        if self._lost is None:
+        loaded, loader = None, self._loader
+        if self._lost is None and loader is not None:
             try:
                 loaded = loader.take(layer, loader.patience_s)
                 self._lost = None if loaded is not None else self._time_out(loader, f"layer {layer}")
@@ -383,6 +384,7 @@ class BlendPass(SlicedWork):
                 self._lost = failure
         if layer == 0:
             self._agree_on_losses()
+        assert loader is not None, "a loader that did not open is a failure, on which the ranks have agreed"
         return loaded or loader.zeros(layer)
 
     def _time_out(self, loader: LayerLoader, missing: str) -> LoadFailed:
@@ -425,7 +427,7 @@ class BlendPass(SlicedWork):
         self._offsets = self._offsets[kept]
         active, rows = active.keep(kept)
         self._activate(active)
-        return hidden.take(rows)
+        return self._stack.contain(lambda: hidden.take(rows), lambda: hidden)
 
     def _measure_deviation(self, layer: int, hidden: Hidden, loaded: LoadedLayer) -> Units[Tensor]:
         """Return the squared distance between loaded and fresh K and V, fp32 `[candidates]`, summed over
@@ -439,9 +441,9 @@ class BlendPass(SlicedWork):
         loaded_rows = torch.searchsorted(self._hits, positions).clamp_(max=len(self._hits) - 1)
         for rows, batch in self._cut.units:
             fresh = self._stack.project_kv(layer, hidden.take(rows), batch)
-            row = loaded_rows[rows]
-            by_key = _square_distance(fresh.key, loaded.key[row])
-            parts.append(by_key + _square_distance(fresh.value, loaded.value[row]))
+            measure = partial(_square_distances, fresh, loaded, loaded_rows[rows])
+            nothing = partial(torch.zeros, batch.num_tokens, device=loaded.key.device)
+            parts.append(self._stack.contain(measure, nothing))
             self._stack.write_kv(layer, self._stack.slots(positions[rows]), fresh.key, fresh.value)
             yield batch.num_tokens * self._stack.projection_share
         return self._stack.sum_over_ranks(torch.cat(parts)[self._active.candidates])
@@ -489,6 +491,8 @@ def needs_loaded(selector: Selector, layer: int, is_kept: bool) -> bool:
     return not is_written or bool(selector.signal_at(layer))
 
 
-def _square_distance(fresh: Tensor, loaded: Tensor) -> Tensor:
-    """`[tokens, heads, head_dim]` twice -> fp32 `[tokens]`."""
-    return (fresh.float() - loaded.float()).square().sum((1, 2))
+def _square_distances(fresh: FreshKV, loaded: LoadedLayer, rows: Tensor) -> Tensor:
+    """Return the squared distance of K and V from these rows of the loaded layer: fp32 `[tokens]`."""
+    pairs = ((fresh.key, loaded.key), (fresh.value, loaded.value))
+    by_key, by_value = ((new.float() - old[rows].float()).square().sum((1, 2)) for new, old in pairs)
+    return by_key + by_value

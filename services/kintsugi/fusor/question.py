@@ -20,6 +20,7 @@ multiplications in fp32, half of that layer's attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class QuestionPass:
             )
             self._stack.end_layer(layer)
         if is_query_layer:
-            self._add_attention(layer, loaded, fresh)
+            self._stack.contain(partial(self._add_attention, layer, loaded, fresh), lambda: None)
 
     def _project(self, layer: int, hidden: Hidden) -> Units[list[FreshKV]]:
         """Compute only queries and keys, which are all that the last query layer needs."""

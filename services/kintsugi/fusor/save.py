@@ -34,14 +34,6 @@ class SaveItem:
     """KV of the positions `[chunk_start, chunk_end)` is kept."""
 
 
-@dataclass(frozen=True)
-class _ChunkKV:
-    """K before RoPE and V of all KV heads of one chunk at one layer, `[tokens, heads, head_dim]`."""
-
-    key: Tensor
-    value: Tensor
-
-
 class SavePass(SlicedWork):
     """Saves `items`, the sequences of `stack`. When DONE, `frames[i]` holds the frames of `items[i]`, one per
     layer."""
@@ -85,12 +77,16 @@ class SavePass(SlicedWork):
     def _layers(self) -> Units[None]:
         prefill = _Prefill(self._items, self._stack, self._unit_tokens_max)
         for layer in range(self._stack.num_layers):
-            chunks = yield from prefill.run_layer(layer)
-            parts = self._stack.parts(layer)
-            for chunk, encoded in zip(chunks, self._encoded, strict=True):
-                encoded.append(download(encode(chunk.key, chunk.value, self._codec, parts)))
+            captured = yield from prefill.run_layer(layer)
+            self._stack.contain(partial(self._encode, layer, captured, prefill.chunks), lambda: None)
         yield from self.wait_for_device(self._stack)
         self.frames = [[as_frame(encoded) for encoded in layers] for layers in self._encoded]
+
+    def _encode(self, layer: int, captured: Sequence[tuple[Tensor, Tensor]], chunks: Sequence[slice]) -> None:
+        """Encode K before RoPE and V of all units of a layer, `[tokens, heads, width]`, of all heads."""
+        keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
+        for rows, encoded in zip(chunks, self._encoded, strict=True):
+            encoded.append(download(encode(keys[rows], values[rows], self._codec, self._stack.parts(layer))))
 
 
 class _Prefill:
@@ -104,18 +100,18 @@ class _Prefill:
         self._stack = stack
         self._batches = [stack.batch(positions[rows], owners[rows]) for rows in cuts]
         self._hidden = [stack.embed(token_ids[rows], positions[rows]) for rows in cuts]
-        self._chunks = list(_chunk_rows(items))
+        self.chunks = list(_chunk_rows(items))
+        """The rows of each item's chunk."""
 
-    def run_layer(self, layer: int) -> Units[list[_ChunkKV]]:
-        """Run one layer over all tokens. Returns the KV of each item's chunk."""
+    def run_layer(self, layer: int) -> Units[list[tuple[Tensor, Tensor]]]:
+        """Run one layer over all tokens. Returns each unit's K before RoPE and V of all KV heads."""
         self._stack.begin_layer(layer)
         captured = []
         for part, batch in zip(self._hidden, self._batches, strict=True):
             captured.append(self._run_unit(layer, part, batch))
             yield float(batch.num_tokens)
         self._stack.end_layer(layer)
-        keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
-        return [_ChunkKV(keys[rows], values[rows]) for rows in self._chunks]
+        return captured
 
     def _run_unit(self, layer: int, hidden: Hidden, batch: LayerBatch) -> tuple[Tensor, Tensor]:
         fresh = self._stack.run_layer(layer, hidden, batch, capture=True)

@@ -184,8 +184,12 @@ def run_in_units(
         if fresh is not None:
             captured.append(fresh)
         yield float(batch.num_tokens)
-    if outputs:
+
+    def join() -> None:
         residuals = [part.residual for part in outputs if part.residual is not None]
         hidden.states = torch.cat([part.states for part in outputs])
         hidden.residual = torch.cat(residuals) if residuals else None
+
+    if outputs:
+        stack.contain(join, lambda: None)
     return captured

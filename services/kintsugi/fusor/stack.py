@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kintsugi.core.layout import Part
 from kintsugi.fusor.kernels.native import MassKernel
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -115,7 +117,13 @@ class DecoderStack(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why a layer call failed on this rank of several and left zeros; None if none failed."""
+        """Why this rank of several failed and went on with zeros; None if it did not."""
+        ...
+
+    def contain(self, act: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """Return `act()`, which may contain collective operations only if `otherwise` takes part in those
+        that are left. If `act` raises on one of several ranks, or this rank has failed before, return
+        `otherwise()`: the ranks agree on failures at the pass's end. With one rank, `act` may raise."""
         ...
 
     @property

@@ -142,17 +142,18 @@ class Staging:
 
     def empty(self, layer: int) -> tuple[Tensor, Tensor]:
         """Allocate K and V of a layer."""
-        key, value = (self._tensor(torch.empty, layer, which) for which in (0, 1))
+        key, value = (self._tensor(torch.empty, layer, which, len(self.positions)) for which in (0, 1))
         return key, value
 
     def zeros(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return zeros in place of a layer's lost K and V."""
-        key, value = (self._tensor(torch.zeros, layer, which) for which in (0, 1))
-        return key, value
+        """Return zeros in place of a layer's lost K and V: views of one row, because memory may be short."""
+        key, value = (self._tensor(torch.zeros, layer, which, 1) for which in (0, 1))
+        rows = len(self.positions)
+        return key.expand(rows, -1, -1), value.expand(rows, -1, -1)
 
-    def _tensor(self, make: Callable[..., Tensor], layer: int, which: int) -> Tensor:
+    def _tensor(self, make: Callable[..., Tensor], layer: int, which: int, rows: int) -> Tensor:
         width = self.placements[0].encoding(layer).widths[which]
-        return make(len(self.positions), self.num_heads(layer), width, dtype=self.dtype, device=self.device)
+        return make(rows, self.num_heads(layer), width, dtype=self.dtype, device=self.device)
 
     def decode(self, layer: int, index: int, frame: Tensor, key: Tensor, value: Tensor) -> None:
         """Decode a frame's bytes into its rows of `key` and `value`."""

@@ -145,10 +145,12 @@ def out_of_memory_on_one_rank(engine: LocalEngine, prompt: Rag) -> dict[str, Any
     engine.llm.collective_rpc(run_out_of_memory)
     failed = answer(full, ask_cold(engine, prompt.token_ids, prompt.params(0.15)))
     blended = ask_cold(engine, prompt.token_ids, prompt.params(0.15))
+    engine.llm.collective_rpc(run_out_of_memory_between_calls)
+    between = answer(full, ask_cold(engine, prompt.token_ids, prompt.params(0.15)))
     engine.llm.collective_rpc(run_out_of_memory)
     chunk = random_tokens(60, 91)
     saves = [engine.save(PREFIX, [chunk], NAMESPACE)[0].accounting for _ in range(2)]
-    return {"failed": failed, "blended": blended.accounting, "saves": saves}
+    return {"failed": failed, "between": between, "blended": blended.accounting, "saves": saves}
 
 
 def run_out_of_memory(worker: Any) -> None:
@@ -161,6 +163,21 @@ def run_out_of_memory(worker: Any) -> None:
 
     if worker.rank == 1:
         mlp.forward = fail
+
+
+def run_out_of_memory_between_calls(worker: Any) -> None:
+    """Let rank 1 fail once where it compares loaded with fresh KV, after which the ranks sum their parts."""
+    from kintsugi.fusor import blend as module
+
+    blend: Any = module
+    own = blend._square_distances
+
+    def fail(*_arguments: Any) -> Any:
+        blend._square_distances = own
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    if worker.rank == 1:
+        blend._square_distances = fail
 
 
 def changed_on_one_rank(engine: LocalEngine, prompt: Rag) -> list[dict[str, Any] | None]:

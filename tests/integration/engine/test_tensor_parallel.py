@@ -120,9 +120,10 @@ def test_a_chunk_lost_on_one_rank_restarts_all(seen: dict[str, Any]) -> None:
 def test_memory_that_runs_out_on_one_rank_costs_one_pass(seen: dict[str, Any]) -> None:
     """The rank goes on with zeros, so that the others do not wait for it, and all give the pass up."""
     got = seen["out of memory on one rank"]
-    assert got["failed"]["accounting"]["outcome"] == "failed", got
-    assert got["failed"]["same_tokens"]
-    assert got["failed"]["max_abs_dlogprob"] <= 0.01
+    for where in ("failed", "between"):
+        assert got[where]["accounting"]["outcome"] == "failed", got
+        assert got[where]["same_tokens"]
+        assert got[where]["max_abs_dlogprob"] <= 0.01
     assert got["blended"]["outcome"] == "blended"
     assert [accounting["outcome"] for accounting in got["saves"]] == ["failed", "saved"]
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.request import SelectorName
+from kintsugi.fusor import blend, question
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.cost import PassWorkload, pass_work
 from kintsugi.fusor.loader import Frames
 from kintsugi.fusor.selectors import quota
 from kintsugi.fusor.sliced import WAITING, PassStatus
+from kintsugi.fusor.stack import Hidden
 from kintsugi.store.client.directory import ShardAddress
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from tests.fakes.toy_chunks import Gate, ToyPrompt
@@ -511,6 +514,60 @@ def test_a_layer_that_failed_on_this_rank_ends_the_pass_on_all() -> None:
     assert finish(work) is PassStatus.FAILED
     assert work.tally.failure == stack.failure
     assert work.tally.restarts == 0
+
+
+def run_out_of_memory(*_arguments: object) -> NoReturn:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def costs_of(work: BlendPass) -> list[float]:
+    """Run a pass to its end. Returns what each of its units cost."""
+    costs: list[float] = []
+    while work.status is PassStatus.RUNNING:
+        costs.append(work.next_unit())
+    work.close()
+    return [cost for cost in costs if cost > 0]
+
+
+@pytest.mark.parametrize(
+    ("selector", "fails"),
+    [
+        (SelectorName.HKVD, (blend, "_square_distances")),
+        (SelectorName.HKVD, (Hidden, "take")),
+        (SelectorName.QUERY, (question, "attention_mass")),
+    ],
+)
+def test_memory_that_runs_out_between_layer_calls_leaves_a_rank_in_step(
+    monkeypatch: pytest.MonkeyPatch, selector: SelectorName, fails: tuple[object, str]
+) -> None:
+    """It computes as many tokens in each unit as the other ranks, which fail with it at the pass's end."""
+    scene = prompt()
+    plan = scene.plan(0.3, selector, query_layers=(1,) if selector is SelectorName.QUERY else ())
+    sound, _ = begin(scene, plan, ToyStack(model(), world_size=2))
+    expected = costs_of(sound)
+    assert sound.status is PassStatus.DONE
+    stack = ToyStack(model(), world_size=2)
+    work, _ = begin(scene, plan, stack)
+    if fails[1] == "take":
+        own = Hidden.take
+
+        def take(hidden: Hidden, index: Tensor | slice) -> Hidden:
+            return own(hidden, index) if isinstance(index, slice) else run_out_of_memory()
+
+        monkeypatch.setattr(Hidden, "take", take)
+    else:
+        monkeypatch.setattr(*fails, run_out_of_memory)
+    assert costs_of(work) == expected
+    assert work.status is PassStatus.FAILED
+    assert "out of memory" in str(work.tally.failure)
+
+
+def test_a_loader_that_does_not_open_on_a_rank_fails_the_pass_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = prompt()
+    monkeypatch.setattr(scene, "open_loader", run_out_of_memory)
+    work, _ = begin(scene, scene.plan(0.0), ToyStack(model(), world_size=2))
+    assert finish(work) is PassStatus.FAILED
+    assert "out of memory" in str(work.tally.failure)
 
 
 def test_a_slice_ends_where_a_pass_restarts() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kintsugi.core.layout import Codec, KVLayout
+from kintsugi.fusor import save
 from kintsugi.fusor.codecs import decode_frame
 from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.sliced import PassStatus
@@ -122,3 +123,14 @@ def test_closing_early() -> None:
     work.close()
     work.close()
     assert stack.calls
+
+
+def test_a_rank_that_cannot_encode_stays_in_step_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out_of_memory(*_arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(save, "encode", run_out_of_memory)
+    work = saved(items_of(3, [5, 7]), 4, ToyStack(model(), 2, world_size=2))
+    assert "out of memory" in str(work.failure)
+    with pytest.raises(torch.OutOfMemoryError):
+        saved(items_of(3, [5, 7]), 4)

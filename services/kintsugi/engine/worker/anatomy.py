@@ -13,6 +13,7 @@ from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.worker.calls import LayerCalls, watch_calls
 from kintsugi.engine.worker.model import LatentKV, Layer, LoadedModel
 from kintsugi.engine.worker.native import mass_kernel, rotation_kernel
+from kintsugi.engine.worker.ranks import is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.recurrence import RecurrentKV
 from kintsugi.engine.worker.rotation import (
     TOKENS,
@@ -22,14 +23,7 @@ from kintsugi.engine.worker.rotation import (
     RotationFinder,
     sources_of,
 )
-from kintsugi.engine.worker.stack import (
-    CapturedKV,
-    Prepared,
-    VllmStack,
-    capture_kv,
-    is_so_on_any_rank,
-    rank_and_size,
-)
+from kintsugi.engine.worker.stack import CapturedKV, Prepared, VllmStack, capture_kv
 from kintsugi.fusor.stack import Hidden
 from kintsugi.models.declines import Decline, DeclineReason
 

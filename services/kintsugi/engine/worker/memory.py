@@ -15,7 +15,8 @@ from vllm.logger import init_logger
 
 from kintsugi.engine.protocol import BlendJob
 from kintsugi.engine.worker.model import Layer, LoadedModel, kv_of
-from kintsugi.engine.worker.stack import lacks_blocks, min_over_ranks
+from kintsugi.engine.worker.ranks import min_over_ranks
+from kintsugi.engine.worker.stack import lacks_blocks
 from kintsugi.fusor.blend import needs_loaded
 from kintsugi.fusor.gaps import find_left_out
 from kintsugi.fusor.loader import PREFETCH_LAYERS

@@ -1,9 +1,9 @@
-"""Keeps a tensor-parallel rank whose layer call fails in step with the others.
+"""Keeps a tensor-parallel rank that fails inside a pass in step with the others.
 
 Every layer call contains collective operations, and ranks that take part wait for one that does not. So each
-call's operations are recorded when the call first succeeds, in the self-test. If it fails later, for example
-for lack of memory, the rank takes part in the remaining operations with zeros. The pass goes on, and the
-ranks agree at its end that it is lost.
+call's operations are recorded when the call first succeeds, in the self-test. A rank that has failed, for
+example for lack of memory, computes nothing more of the pass and takes part in the remaining operations with
+zeros. The ranks agree at the pass's end that it is lost.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_tp_group
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+)
 from vllm.logger import init_logger
 
 from kintsugi.fusor.loader import describe_shortage
 
 logger = init_logger(__name__)
 
+T = TypeVar("T")
+Call = Callable[[], tuple[Tensor, ...]]
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 """Operations of vLLM's group of ranks that layers use."""
 
@@ -53,33 +60,55 @@ class _Collective:
 
 
 @dataclass
+class RankPart:
+    """This rank's part of a pass."""
+
+    failure: str | None = None
+    """Why it failed, and all that follows is zeros."""
+
+    def contain(self, act: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """As `DecoderStack.contain`."""
+        if rank_and_size()[1] == 1:
+            return act()
+        if self.failure is None:
+            try:
+                return act()
+            except Exception as defect:  # noqa: BLE001 - it is logged, and the ranks agree on it
+                task = "compute a pass on this rank, which goes on with zeros"
+                self.failure = log_defect(task, defect)
+        # The exception, and with it the memory that its frames hold, is gone.
+        return otherwise()
+
+
+@dataclass
 class LockStep:
     """The collective operations and results of each layer call of a model, by the call's key."""
 
     _operations: dict[Hashable, list[_Collective]] = field(default_factory=dict)
     _results: dict[Hashable, tuple[_Like, ...]] = field(default_factory=dict)
 
-    def run(self, key: Hashable, num_tokens: int, call: Callable[[], tuple[Tensor, ...]]) -> Any:
-        """Run a layer call over ``num_tokens`` tokens. Returns its results and None; or zeros like them, and
-        why it failed. Raises if no such call has succeeded before."""
+    def run(self, key: Hashable, num_tokens: int, call: Call, part: RankPart) -> tuple[Tensor, ...]:
+        """Run a call over ``num_tokens`` tokens, for ``part`` of a pass. Returns its results or, if the rank
+        fails, zeros like them. Raises if no such call has succeeded before."""
         made: list[_Collective] = []
-        try:
+
+        def watch() -> tuple[Tensor, ...]:
             with _watched(made, num_tokens):
-                results = call()
-        except Exception as defect:
-            if key not in self._operations:
-                raise
-            reason = log_defect("run a layer on this rank, which goes on with zeros", defect)
-        else:
-            if key not in self._operations:
-                self._operations[key] = made
-                self._results[key] = tuple(_Like.of(result, num_tokens) for result in results)
-            return results, None
-        # The exception, and with it the memory that its frames hold, is gone.
+                return call()
+
+        if key in self._operations:
+            return part.contain(watch, partial(self._go_on, key, num_tokens, made))
+        results = watch()
+        self._operations[key] = made
+        self._results[key] = tuple(_Like.of(result, num_tokens) for result in results)
+        return results
+
+    def _go_on(self, key: Hashable, num_tokens: int, made: list[_Collective]) -> tuple[Tensor, ...]:
+        """Take part in the operations after ``made`` with zeros."""
         for operation in self._operations[key][len(made) :]:
             zeros = operation.like.zeros(num_tokens)
             getattr(get_tp_group(), operation.name)(zeros, *operation.arguments, **operation.options)
-        return tuple(like.zeros(num_tokens) for like in self._results[key]), reason
+        return tuple(like.zeros(num_tokens) for like in self._results[key])
 
 
 def log_defect(task: str, defect: Exception) -> str:
@@ -95,15 +124,18 @@ def log_defect(task: str, defect: Exception) -> str:
 
 @contextlib.contextmanager
 def _watched(made: list[_Collective], num_tokens: int) -> Iterator[None]:
-    """Note each collective operation in ``made`` before it runs."""
+    """Note each collective operation in ``made`` after it has run: one that runs out of memory allocates its
+    result before it communicates, so the other ranks still wait for it."""
     group = get_tp_group()
 
     def watch(name: str) -> Callable[..., Any]:
         run = getattr(group, name)
 
         def note(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-            made.append(_Collective(name, _Like.of(tensor, num_tokens), arguments, options))
-            return run(tensor, *arguments, **options)
+            operation = _Collective(name, _Like.of(tensor, num_tokens), arguments, options)
+            result = run(tensor, *arguments, **options)
+            made.append(operation)
+            return result
 
         return note
 
@@ -114,3 +146,28 @@ def _watched(made: list[_Collective], num_tokens: int) -> Iterator[None]:
     finally:
         for name in COLLECTIVES:
             delattr(group, name)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this worker's tensor-parallel rank and the number of ranks."""
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def is_first_rank() -> bool:
+    """Return whether this worker is the one that stores and reports."""
+    return rank_and_size()[0] == 0
+
+
+def is_so_on_any_rank(flag: bool) -> bool:
+    """Return whether ``flag`` is set on some tensor-parallel rank. All ranks must call it together."""
+    return min_over_ranks(int(not flag)) == 0
+
+
+def min_over_ranks(number: int) -> int:
+    """Return the smallest ``number`` of all tensor-parallel ranks, which must call it together. Uses the
+    host, so that no device has to finish its work first."""
+    if rank_and_size()[1] == 1:
+        return number
+    numbers = torch.tensor([number])
+    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return int(numbers.item())

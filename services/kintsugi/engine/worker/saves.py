@@ -12,7 +12,8 @@ from vllm.logger import init_logger
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import KintsugiError
 from kintsugi.engine.protocol import SaveJob
-from kintsugi.engine.worker.stack import is_so_on_any_rank
+from kintsugi.engine.worker.defects import begin_on_all_ranks
+from kintsugi.engine.worker.ranks import is_so_on_any_rank
 from kintsugi.fusor.save import SavePass
 from kintsugi.fusor.sliced import PassStatus
 
@@ -112,7 +113,13 @@ class IdleSavePasses:
         """Compute ``budget`` token-layers, and put the chunks if the batch is done."""
         batch = self._batch
         if batch is None:
-            batch = self._batch = SaveBatch(self._jobs, self._make_pass(self._jobs, int(budget)))
+            batch = self._batch = begin_on_all_ranks(
+                "save a batch of discovered segments",
+                lambda: SaveBatch(self._jobs, self._make_pass(self._jobs, int(budget))),
+                self.abandon,
+            )
+        if batch is None:
+            return
         batch.advance(budget)
         if batch.work.status is PassStatus.DONE and not self._is_unsound():
             if failure := batch.find_failure():

@@ -33,7 +33,8 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.worker.anatomy import free_blocks, run_forward, sample_token_ids
 from kintsugi.engine.worker.attention.scattered import run_variants
 from kintsugi.engine.worker.model import LoadedModel
-from kintsugi.engine.worker.stack import VllmStack, rank_and_size
+from kintsugi.engine.worker.ranks import rank_and_size
+from kintsugi.engine.worker.stack import VllmStack
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.loader import LayerLoader, describe_shortage, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass

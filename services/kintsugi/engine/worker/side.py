@@ -34,12 +34,13 @@ from kintsugi.engine.protocol import (
     WorkerReport,
 )
 from kintsugi.engine.worker.anatomy import learn_model
-from kintsugi.engine.worker.defects import contain_defects
+from kintsugi.engine.worker.defects import begin_on_all_ranks, contain_defects
 from kintsugi.engine.worker.memory import describe_refusal, pass_bytes, reserve_memory, warn_of_short_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
+from kintsugi.engine.worker.ranks import is_first_rank, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.saves import IdleSavePasses, SaveBatch, num_saves_together, outcome_of
 from kintsugi.engine.worker.selftest import self_test
-from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
+from kintsugi.engine.worker.stack import VllmStack
 from kintsugi.engine.worker.streams import STORE_SHARE, read_and_drop, stream_chunks
 from kintsugi.engine.worker.support import find_foreign, find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
@@ -235,7 +236,7 @@ class WorkerSide:
         blocks = [one.block_ids for one in tokens]
         return VllmStack(self._model, blocks, ends, before_end, starts=starts, beyond=beyond)
 
-    def _begin_blend(self, job: BlendJob, bytes_max: int) -> None:
+    def _begin_blend(self, job: BlendJob, bytes_max: int) -> _Blend:
         end = job.tokens.start + len(job.tokens.token_ids)
         token_ids = torch.tensor(job.tokens.token_ids, dtype=torch.int64)
         meters: list[list[Meter]] = []
@@ -253,9 +254,7 @@ class WorkerSide:
             unit_tokens_max=self._unit_tokens_max,
             explain=job.explain,
         )
-        self._blends[job.tokens.request_id] = _Blend(job, work, meters[0], bytes_max)
-        assert self._room_bytes is not None
-        self._room_bytes -= bytes_max
+        return _Blend(job, work, meters[0], bytes_max)
 
     def _open_loader(self, job: BlendJob, plan: BlendPlan, end: int, meters: list[Meter]) -> LayerLoader:
         assert self._model is not None
@@ -407,11 +406,10 @@ class WorkerSide:
             self._fail(request_id, refused)
             return True
         give_up = partial(self._fail, request_id)
-        with contain_defects(f"begin the blend of {request_id}", give_up, in_layers=False):
-            self._begin_blend(job, needed)
-        if is_so_on_any_rank(request_id not in self._blends) and request_id in self._blends:
-            self._end_blend(request_id).work.close()
-            give_up("other_rank: another tensor-parallel rank could not begin the blend")
+        blend = begin_on_all_ranks(f"blend {request_id}", lambda: self._begin_blend(job, needed), give_up)
+        if blend is not None:
+            self._blends[request_id] = blend
+            self._room_bytes -= needed
         return True
 
     def _end_blend(self, request_id: str) -> _Blend:
@@ -495,13 +493,17 @@ class WorkerSide:
             jobs, self._saves_waiting = self._saves_waiting[:count], self._saves_waiting[count:]
         else:
             jobs = self._save.jobs
-        spent = budget
-        with contain_defects(f"save a batch of {len(jobs)} chunks", partial(self._abandon_save, jobs)):
-            if self._save is None:
-                self._save = SaveBatch(jobs, self._save_pass(jobs, self._unit_tokens_max))
-            spent = self._save.advance(budget)
-        batch = self._save
-        if batch is not None and batch.work.status is PassStatus.DONE and not self._has_stopped():
+        task, give_up = f"save a batch of {len(jobs)} chunks", partial(self._abandon_save, jobs)
+        if self._save is None:
+            self._save = begin_on_all_ranks(
+                task, lambda: SaveBatch(jobs, self._save_pass(jobs, self._unit_tokens_max)), give_up
+            )
+        batch, spent = self._save, budget
+        if batch is None:
+            return spent
+        with contain_defects(task, give_up):
+            spent = batch.advance(budget)
+        if self._save is batch and batch.work.status is PassStatus.DONE and not self._has_stopped():
             if failure := batch.find_failure():
                 self._abandon_save(jobs, failure)
                 return spent

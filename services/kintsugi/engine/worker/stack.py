@@ -9,17 +9,16 @@ query_place``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
     get_tp_group,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
@@ -32,10 +31,13 @@ from kintsugi.engine.worker.attention.latent import LatentRows, replace_latent_a
 from kintsugi.engine.worker.attention.scattered import ScatteredRows, replace_attention_impl, runs_min
 from kintsugi.engine.worker.calls import replace_forward
 from kintsugi.engine.worker.model import CacheGroup, HeadsKV, LatentKV, Layer, LoadedModel
+from kintsugi.engine.worker.ranks import Call, RankPart, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.recurrence import RecurrentKV, replace_operation
 from kintsugi.engine.worker.states import NULL_BLOCK, RecurrentStates, StateSpan, one_sequence
 from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
 from kintsugi.fusor.staging import upload
+
+T = TypeVar("T")
 
 
 class LeftAtAttention(Exception):
@@ -196,7 +198,7 @@ class VllmStack:
         self._block_ids = block_ids
         self._before_end = before_end
         self._keeps = keeps
-        self._failures: list[str] = []
+        self._part = RankPart()
         self._tables: dict[int, _GroupTables] = {}
         self._states: dict[int, RecurrentStates] = {}
         starts, places = starts or [0] * len(ends), [end + beyond for end in ends]
@@ -228,12 +230,12 @@ class VllmStack:
             cached = block_ids[tables][: -(-start // size)]
             own[tables] = [*cached, *[NULL_BLOCK] * (-(-end // size) - len(cached))]
         stack = VllmStack(self._model, [tuple(own)], [end], keeps=False, starts=[start])
-        stack._failures = self._failures
+        stack._part = self._part
         return stack
 
     @property
     def failure(self) -> str | None:
-        return next(iter(self._failures), None)
+        return self._part.failure
 
     @property
     def num_layers(self) -> int:
@@ -241,7 +243,7 @@ class VllmStack:
 
     @property
     def world_size(self) -> int:
-        return int(get_tensor_model_parallel_world_size())
+        return rank_and_size()[1]
 
     @property
     def projection_share(self) -> float:
@@ -254,6 +256,12 @@ class VllmStack:
     def batch(
         self, positions: Tensor, owners: Tensor | None = None, places: Tensor | None = None
     ) -> LayerBatch:
+        count = len(positions)
+        return LayerBatch(
+            count, self.contain(partial(self._prepare, positions, owners, places), lambda: None)
+        )
+
+    def _prepare(self, positions: Tensor, owners: Tensor | None, places: Tensor | None) -> Prepared:
         places = positions if places is None else places
         on_host = places if places.device.type == "cpu" else None
         owners = torch.zeros(len(positions), dtype=torch.int64) if owners is None else owners
@@ -283,7 +291,7 @@ class VllmStack:
                 continue
             common = _common_metadata(on_host, owners, tables, places_there, slots)
             prepared.metadata.update(dict.fromkeys(names, tables.group.build_metadata(common)))
-        return LayerBatch(len(positions), prepared)
+        return prepared
 
     def _there(self, positions: Tensor) -> Tensor:
         """Return ``positions`` on the device."""
@@ -297,7 +305,12 @@ class VllmStack:
         return on_host is None or int((on_host.diff() != 1).sum()) + 1 >= runs_min(self.device)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
-        return self._model.embed(token_ids, positions)
+        def embed() -> tuple[Tensor, ...]:
+            hidden = self._model.embed(token_ids, positions)
+            return hidden.states, *hidden.beside
+
+        states, *beside = self._in_step("embed", len(token_ids), embed)
+        return Hidden(states, None, tuple(beside))
 
     def slots(self, places: Tensor) -> Slots:
         places = self._there(places)
@@ -306,6 +319,9 @@ class VllmStack:
         return Slots({index: tables.slots(places, first) for index, tables in every})
 
     def begin_layer(self, layer: int) -> None:
+        self.contain(partial(self._begin_layer, layer), lambda: None)
+
+    def _begin_layer(self, layer: int) -> None:
         tables, target = self._tables_of(layer), self._model.layers[layer]
         if isinstance(tables, RecurrentStates):
             tables.begin(target)
@@ -321,6 +337,9 @@ class VllmStack:
             self._write(target, tables, tail, key, key.new_zeros(len(tail), kv.heads, kv.value_width))
 
     def end_layer(self, layer: int) -> None:
+        self.contain(partial(self._end_layer, layer), lambda: None)
+
+    def _end_layer(self, layer: int) -> None:
         tables, target = self._tables_of(layer), self._model.layers[layer]
         if isinstance(tables, RecurrentStates):
             tables.end(target)
@@ -332,8 +351,10 @@ class VllmStack:
         return isinstance(tables, _GroupTables) and not tables.needs_scratch
 
     def write_kv(self, layer: int, slots: Slots, key: Tensor, value: Tensor) -> None:
-        if not len(key):
-            return
+        if len(key):
+            self.contain(partial(self._write_kv, layer, slots, key, value), lambda: None)
+
+    def _write_kv(self, layer: int, slots: Slots, key: Tensor, value: Tensor) -> None:
         target, tables = self._model.layers[layer], self._tables_of(layer)
         prepared = slots.prepared[target.group.index]
         if isinstance(tables, RecurrentStates):
@@ -358,16 +379,14 @@ class VllmStack:
         query, key, value = self._in_step((layer, "project"), batch.num_tokens, project)
         return FreshKV(query, None, key, value)
 
-    def _in_step(
-        self, key: tuple[int, str], num_tokens: int, call: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
-        """Run a layer call; with several ranks, one that fails goes on with zeros (`ranks`)."""
+    def _in_step(self, key: Hashable, num_tokens: int, call: Call) -> tuple[Tensor, ...]:
+        """Run a call with collective operations; of several ranks, one that fails goes on with zeros."""
         if self.world_size == 1:
             return call()
-        results: tuple[Tensor, ...]
-        results, failure = self._model.lock_step.run(key, num_tokens, call)
-        self._failures += [failure] if failure else []
-        return results
+        return self._model.lock_step.run(key, num_tokens, call, self._part)
+
+    def contain(self, act: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        return self._part.contain(act, otherwise)
 
     def run_layer(
         self, layer: int, hidden: Hidden, batch: LayerBatch, capture: bool = False
@@ -438,7 +457,9 @@ class VllmStack:
     def gather_heads(self, layer: int, values: Tensor) -> Tensor:
         if self.world_size == 1:
             return values
-        gathered: Tensor = tensor_model_parallel_all_gather(values.contiguous(), dim=1)
+        gather = partial(tensor_model_parallel_all_gather, dim=1)
+        key, count = ("gather", values.shape[1:]), len(values)
+        (gathered,) = self._in_step(key, count, lambda: (gather(values.contiguous()),))
         # If ranks outnumber heads, neighbouring ranks hold the same head.
         return gathered[:, :: gathered.shape[1] // self._model.kv_heads[layer]]
 
@@ -448,6 +469,7 @@ class VllmStack:
         if values.device.type != self.device.type:
             torch.distributed.all_reduce(values, group=get_tp_group().cpu_group)
             return values
+        # Not in `_in_step`: by it a rank that has failed tells the others.
         summed: Tensor = tensor_model_parallel_all_reduce(values)
         return summed
 
@@ -511,31 +533,6 @@ def _scan_in_place(
 
     with contextlib.suppress(LeftAtAttention), replace_operation(kv.operation, core):
         yield
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return this worker's tensor-parallel rank and the number of ranks."""
-    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-
-
-def is_first_rank() -> bool:
-    """Return whether this worker is the one that stores and reports."""
-    return rank_and_size()[0] == 0
-
-
-def is_so_on_any_rank(flag: bool) -> bool:
-    """Return whether ``flag`` is set on some tensor-parallel rank. All ranks must call it together."""
-    return min_over_ranks(int(not flag)) == 0
-
-
-def min_over_ranks(number: int) -> int:
-    """Return the smallest ``number`` of all tensor-parallel ranks, which must call it together. Uses the
-    host, so that no device has to finish its work first."""
-    if rank_and_size()[1] == 1:
-        return number
-    numbers = torch.tensor([number])
-    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return int(numbers.item())
 
 
 def _tails_of(tables: _GroupTables, ends: Sequence[int], device: torch.device) -> Tensor:

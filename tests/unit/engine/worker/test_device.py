@@ -392,4 +392,4 @@ def test_where_the_kernel_does_not_serve_selecting_waits_once() -> None:
         device.clear()
         blend(scene, model, Selection(0.3), 1000)
         waits = [place.split()[1] for place in device.syncs.elements()]
-    assert waits == ["batch"]
+    assert waits == ["_prepare"]

@@ -15,6 +15,7 @@ from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.protocol import JobTokens, SaveJob
+from kintsugi.engine.worker import defects
 from kintsugi.engine.worker import saves as saves_module
 from kintsugi.engine.worker.saves import IdleSavePasses
 from kintsugi.fusor.sliced import PassStatus, SlicedWork, Stopwatch
@@ -46,7 +47,8 @@ class Pass(SlicedWork):
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves_module, "is_so_on_any_rank", lambda flag: flag)
+    for module in (saves_module, defects):
+        monkeypatch.setattr(module, "is_so_on_any_rank", lambda flag: flag)
 
 
 @pytest.fixture

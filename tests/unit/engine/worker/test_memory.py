@@ -15,7 +15,8 @@ from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.config import EngineConfig
-from kintsugi.engine.worker import memory, side
+from kintsugi.engine.protocol import BlendJob
+from kintsugi.engine.worker import defects, memory, side
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.model import CacheGroup, LoadedModel
 from kintsugi.engine.worker.side import WorkerSide
@@ -216,14 +217,19 @@ def test_the_first_blend_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
         reserved.append(device)
         return 1e7
 
+    def begin(_worker: WorkerSide, _job: BlendJob, size: int) -> Any:
+        begun.append(size)
+        return SimpleNamespace(work=SimpleNamespace(close=lambda: None))
+
     monkeypatch.setattr(side, "reserve_memory", reserve)
-    monkeypatch.setattr(side, "is_so_on_any_rank", lambda flag: flag)
+    for module in (side, defects):
+        monkeypatch.setattr(module, "is_so_on_any_rank", lambda flag: flag)
     monkeypatch.setattr(side, "find_unsupported", lambda _config: None)
     monkeypatch.setattr(side, "find_layers", lambda *_arguments: None)
     monkeypatch.setattr(side, "learn_model", lambda _found: model_of())
     monkeypatch.setattr(WorkerSide, "_stored_codec", lambda worker, _model: worker._codec)
     monkeypatch.setattr(side, "LoadedWeights", lambda *_arguments: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(WorkerSide, "_begin_blend", lambda _worker, _job, size: begun.append(size))
+    monkeypatch.setattr(WorkerSide, "_begin_blend", begin)
     monkeypatch.setattr(side, "warn_of_short_memory", lambda _model: None)
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64), cache_config=cache_of(0.9)
