@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from kintsugi.core.evidence import STEPS, Tally
 from kintsugi.core.gate import GateState
@@ -112,7 +113,7 @@ ANY_SIZE = tuple((size, 400) for size in range(14))
 def passing_report(
     binding: Binding,
     selections: Sequence[Selection] = LADDER,
-    kind: str = "declared",
+    kind: Literal["declared", "discovered"] = "declared",
     sizes: tuple[tuple[int, int], ...] = ANY_SIZE,
     created: str = "2026-01-01T00:00:00+00:00",
     versions: str = "test",

@@ -252,7 +252,7 @@ def test_an_audit_is_behind_all_requests_and_no_load() -> None:
     said = {"outcome": "audited", "audit": {"codec": "raw", "key_errors": [0.0], "value_errors": [0.0]}}
     client = ScriptedClient((7,), said)
     engine = engine_over(client)
-    audited = asyncio.run(engine.audit(Prompt([0, 5, 6, 6], AUDIT), 9))
+    audited = asyncio.run(engine.measure(Prompt([0, 5, 6, 6], AUDIT), 9))
     assert audited.accounting == said
     ((prompt, sampling, _, more),) = client.asked
     assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == ([0, 5, 6, 6], "acme")

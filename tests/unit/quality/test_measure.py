@@ -18,7 +18,7 @@ GOOD, BAD = Selection(0.2), Selection(0.1)
 
 
 def bench(engine: FakeEngine, count: int = 10, max_tokens: int = 1) -> Bench:
-    return Bench(engine, [case(index) for index in range(count)], max_tokens, batch=4)
+    return Bench(engine, [case(index) for index in range(count)], max_tokens, batch=4)  # type: ignore[arg-type]
 
 
 def test_each_distinct_chunk_is_stored_once() -> None:
@@ -56,7 +56,7 @@ def test_each_prompt_is_a_pair_of_evidence() -> None:
 
 
 def test_without_answers_exact_match_stays_unknown() -> None:
-    one = Bench(FakeEngine(), [case(0, answers=())], 1)
+    one = Bench(FakeEngine(), [case(0, answers=())], 1)  # type: ignore[arg-type]
     (score,) = measure_selection(one, GOOD, [0]).by_prompt
     assert score.right is None
     assert score.tally([4]).answers == ()
@@ -106,7 +106,7 @@ def test_what_was_not_blended_is_not_measured(accounting: dict[str, object], err
 def test_results_by_task() -> None:
     engine = FakeEngine()
     cases = [case(index, task="alias" if index < 4 else "code") for index in range(10)]
-    one = Bench(engine, cases, 1)
+    one = Bench(engine, cases, 1)  # type: ignore[arg-type]
     scores = measure_selection(one, BAD, range(10))
     assert len(scores.of_task("alias").by_prompt) == 4
 
@@ -173,7 +173,7 @@ def test_the_token_that_ends_an_answer_is_not_compared() -> None:
 def test_exact_match_is_kept_whatever_the_other_answers_are() -> None:
     """One answer of two words changes nothing for the others."""
     cases = [case(0), case(1, ("w5 more",)), case(2, ("x",), "samsum")]
-    scores = measure_selection(Bench(FakeEngine(), cases, 1), GOOD, range(3)).by_prompt
+    scores = measure_selection(Bench(FakeEngine(), cases, 1), GOOD, range(3)).by_prompt  # type: ignore[arg-type]
     assert [one.right for one in scores] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
 
 

@@ -43,7 +43,7 @@ class Run:
         seed: int = 0,
     ) -> None:
         self.lines: list[str] = []
-        bench = Bench(engine, [case(index, answers) for index in range(count)], 1, BATCH)
+        bench = Bench(engine, [case(index, answers) for index in range(count)], 1, BATCH)  # type: ignore[arg-type]
         keeper = ReportKeeper(None, BINDING, VERSIONS, Quality.BALANCED)
         calibrate(
             bench,
@@ -119,7 +119,7 @@ def test_the_evidence_is_kept_while_it_grows_and_never_counts_twice() -> None:
         if len(kept) == 3:
             raise KeyboardInterrupt
 
-    bench = Bench(engine, [case(index, ()) for index in range(COUNT)], 1, BATCH)
+    bench = Bench(engine, [case(index, ()) for index in range(COUNT)], 1, BATCH)  # type: ignore[arg-type]
     for _ in range(2):
         keeper = ReportKeeper(None, BINDING, VERSIONS, Quality.BALANCED, writer=identify_evidence(bench))
         with suppress(KeyboardInterrupt):
@@ -133,7 +133,7 @@ def test_the_evidence_is_kept_while_it_grows_and_never_counts_twice() -> None:
     assert [stored.tally(CELL, FILE, one) for one in LADDER] == [
         once.tally(CELL, FILE, one) for one in LADDER
     ]
-    other = Bench(engine, bench.cases[1:], 1, BATCH)
+    other = Bench(engine, bench.cases[1:], 1, BATCH)  # type: ignore[arg-type]
     assert identify_evidence(other) != identify_evidence(bench)
 
 

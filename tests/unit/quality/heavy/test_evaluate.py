@@ -94,7 +94,7 @@ def test_every_selector_is_tried_at_layers_that_make_a_difference() -> None:
 
 
 def test_prompts_are_of_one_shape() -> None:
-    bench = Bench(FakeEngine(), [case(1)], 3)
+    bench = Bench(FakeEngine(), [case(1)], 3)  # type: ignore[arg-type]
     assert bench.prompt(0, None) == Prompt([0, 1, 2, 3, 4, 11, 7, 1], None, 3, top_logprobs=20)
     blend = bench.prompt(0, Selection(0.1), (5, 6))
     assert blend.params is not None
