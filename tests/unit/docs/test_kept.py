@@ -32,7 +32,7 @@ NOBODY = {
     "AccessDocument.limits", "AccessDocument.privacy", "AsyncSpec.extra_config", "AsyncSpec.vllm_args",
     "EngineConfig.context_token_ids", "MeasuringEngineSpec.extra_config", "MeasuringEngineSpec.vllm_args",
     "RotationFinder._tables", "Projected.sources", "LoadedWeights._looks", "Shard._writers",
-    "LockStep._operations", "LockStep._results", "VllmStack._failures",  # by layer
+    "LockStep._operations", "LockStep._results",  # by layer
     "CatchingUp._to_ask",  # the shards of a map
     "RecurrentStates._final", "RecurrentStates._metadata", "VllmStack._states", "VllmStack._tables",
     # By shard, tier, part of the service or kind of fault.
