@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from textwrap import shorten
 
 import blake3
 
@@ -175,7 +174,9 @@ def check_answers(form: str, bench: Bench, indices: Sequence[int]) -> None:
     ]
     right = metrics.mean([score for score, _, _ in scored]) if scored else 1.0
     if right < RIGHT_MIN:
-        _, text, expected = (shorten(str(one), SHOWN_CHARACTERS) for one in min(scored))
+        _, *example = min(scored)
+        # Not `textwrap.shorten`, which cuts between words: a Chinese text is one word.
+        text, expected = (one[:SHOWN_CHARACTERS] + "…" * (len(one) > SHOWN_CHARACTERS) for one in example)
         raise InvalidField(
             "form",
             f"in the prompt form {form!r} full prefill is rarely right: it scores {right:.2f} in "

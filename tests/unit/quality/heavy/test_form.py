@@ -28,6 +28,8 @@ def test_a_form_in_which_full_prefill_is_rarely_right_is_refused_with_an_example
     with pytest.raises(InvalidField, match=r"form 'plain' .* scores 0\.17 in 12 prompts") as caught:
         check("plain", [RIGHT] * 2 + [WRONG] * 10)
     assert f"answered {WRONG[:60] + '…'!r} where" in str(caught.value)
+    with pytest.raises(InvalidField, match=r"答案{59}…' where"):
+        check("plain", ["答" + "案" * 99])
     assert "'red attic' was expected" in str(caught.value)
 
 
