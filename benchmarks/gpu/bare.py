@@ -35,7 +35,7 @@ def prepare_imports() -> list[str]:
     stand_ins: dict[str, dict[str, Any]] = {
         "blake3": {"blake3": _blake2b},
         "xxhash": {"xxh3_128_digest": _no_digest},
-        "pydantic": {"ConfigDict": dict, **dict.fromkeys(names, ValueError)},
+        "pydantic": {"ConfigDict": dict, "Field": dict, **dict.fromkeys(names, ValueError)},
         "pydantic_core": {"SchemaValidator": ValueError},
     }
     missing = []
