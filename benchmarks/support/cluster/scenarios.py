@@ -117,6 +117,11 @@ class Stage:
         if new := [f"{one.deployment} on {one.host}" for one in after if one.name not in before]:
             raise RuntimeError(f"restarted: {', '.join(new)}")
 
+    def scale(self, **counts: int) -> None:
+        """As `Bed.scale`, and wait until the replicas are there."""
+        self.bed.scale(**counts)
+        self.bed.wait_ready(HEAL_S)
+
     def put(self, without: str = "") -> None:
         with connect(self.bed.gateway(without)) as client:
             self.bed.book.put(client, PUTS)
@@ -250,16 +255,14 @@ def scale_out_shards(stage: Stage) -> None:
     bed = stage.bed
     with stage.asking():
         bed.boot("five")
-        bed.scale(shards=3)
-        bed.wait_ready(HEAL_S)
+        stage.scale(shards=3)
         stage.put()
 
 
 def scale_in_shards(stage: Stage) -> None:
     bed = stage.bed
     with stage.asking():
-        bed.scale()
-        bed.wait_ready(HEAL_S)
+        stage.scale()
         stage.put()
     shards = bed.running(SHARD)
     idle = next(name for name in ("five", "three", "one") if bed.hosts[name].address not in shards)
@@ -270,21 +273,16 @@ def scale_in_shards(stage: Stage) -> None:
 
 def scale_in_fronts(stage: Stage) -> None:
     """An engine goes while both gateways are asked, then a gateway; the other one is asked afterwards."""
-    bed = stage.bed
     with stage.asking():
-        bed.scale(engines=1)
-        bed.wait_ready(HEAL_S)
-    bed.scale(engines=1, gateways=1)
-    bed.wait_ready(HEAL_S)
+        stage.scale(engines=1)
+    stage.scale(engines=1, gateways=1)
     with stage.asking():
         stage.put()
 
 
 def scale_out_fronts(stage: Stage) -> None:
-    bed = stage.bed
     with stage.asking():
-        bed.scale()
-        bed.wait_ready(HEAL_S)
+        stage.scale()
     with stage.asking():
         stage.put()
 
